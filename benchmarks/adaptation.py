@@ -40,11 +40,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from block_cost import PUBLISHED, encrypted_block, small_batches
 
-from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import ParameterError
 from cloister.models import polynomial
-from cloister.protocols.inference import block_plan as circuit
+from cloister.mpc.crypto.owner_ckks import scheme as block
 from cloister.study import Party
+from cloister.workflows.adapt_model import block_plan as circuit
 
 
 def rotation_peer(crypto):
@@ -134,8 +134,8 @@ def federated(module_of, x, y, parts, test, rounds, rate, seed=0):
     import torch
 
     from cloister.models.learner import Learner, Recipe, Table
-    from cloister.protocols.fedavg import federated_training as training
-    from cloister.protocols.fedavg.training_parts import Offer
+    from cloister.papers import federated_training as training
+    from cloister.workflows.fine_tune.training_parts import Offer
 
     names = tuple(sorted(set(y)))
     table = torch.as_tensor(x, dtype=torch.float32)
@@ -291,9 +291,9 @@ def noisy(data, seed, options):
 
 def keep_plain(encoder, data, folder, rng):
     """Put the plain student's taps where `stage=train` looks for them; a `rng` adds the flooding's noise."""
-    from cloister.protocols.inference import model_card
-    from cloister.protocols.inference.asking_state import Taps
-    from cloister.workflows.adaptation.asking import fingerprint, inputs_of
+    from cloister.workflows.adapt_model import model_card
+    from cloister.workflows.adapt_model.checkpoint import Taps
+    from cloister.workflows.adapt_model.inference import fingerprint, inputs_of
 
     told, plain = model_card.told_by(encoder, block.QUADRATIC), {}
     for site, a in data.items():
@@ -304,7 +304,7 @@ def keep_plain(encoder, data, folder, rng):
 
 
 def taps_of_cells(encoder, adata):
-    from cloister.workflows.adaptation.asking import inputs_of
+    from cloister.workflows.adapt_model.inference import inputs_of
 
     return polynomial.taps_of(encoder, polynomial.hidden(encoder, inputs_of(adata, encoder.card)))
 

@@ -48,8 +48,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from pretrain_vit import WEIGHTS, deal, grey, restore, scaled
 
-from cloister.crypto.owner_ckks import scheme
 from cloister.models import polynomial, student
+from cloister.mpc.crypto.owner_ckks import scheme
 
 LOG = Path(__file__).parent / "logs" / "adaptation_images.jsonl"
 BATCH, ROUNDS, EPOCHS = 64, 20, 2
@@ -521,7 +521,7 @@ def step_cost(model, x, y, steps):
 def efficiency(args, path):
     """Steps of 64 samples on one thread; ten labels."""
     from cloister.models import adapter
-    from cloister.protocols.inference.packing import cheapest
+    from cloister.workflows.adapt_model.packing import cheapest
 
     torch.set_num_threads(1)
     encoder = polynomial.Encoder.load(args.weights / "student_model.npz")

@@ -45,11 +45,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from pretrain_vit import WEIGHTS, deal, grey, load, restore, scaled
 
-from cloister.crypto.owner_ckks import scheme
 from cloister.models import polynomial, student
-from cloister.protocols.inference import encrypted_inference
-from cloister.protocols.inference.block_plan import used
+from cloister.mpc.crypto.owner_ckks import scheme
 from cloister.study import Party
+from cloister.workflows.adapt_model import encrypted_inference
+from cloister.workflows.adapt_model.block_plan import used
 
 DEGREES = (2, 4, 6, 8, 10, 12, 14, 16, 0)  # 0: exact
 STEPS = (2, 4, 6, 7, 8, 10, 12, 16, 0)

@@ -5,7 +5,7 @@
 Both versions run alternately in processes of their own, on the same generated cells, three sites, all parties on this
 machine. `before` is a commit of this repository, checked out beside it for the time of the run; `after` is the working
 tree. Each process runs a workflow once before it is measured, so that imports are not counted. CPU is that of the whole
-process (all parties), and of the protocols alone (inside `Seat.run`, a site's own computing between two messages
+process (all parties), and of the protocols alone (inside `Session.run`, a site's own computing between two messages
 included): the smallest of the repeats. The rest is the mean, since the number of sums can differ between runs.
 """
 
@@ -28,11 +28,11 @@ from anndata import AnnData
 import pandas as pd
 import cloister as cl
 try:
-    from cloister.net.seat import Seat
+    from cloister.session import Session
 except ImportError:  # where it was before
-    from cloister.seat import Seat
+    from cloister.session import Session
 
-spent, run_role = [], Seat.run
+spent, run_role = [], Session.run
 
 def timed(*args, **more):
     began = time.thread_time()
@@ -41,7 +41,7 @@ def timed(*args, **more):
     finally:
         spent.append(time.thread_time() - began)
 
-Seat.run = timed
+Session.run = timed
 workflow, options, cells, genes = json.loads(sys.argv[1])
 rng = np.random.default_rng(0)
 base = rng.gamma(0.6, 2.0, genes)

@@ -11,7 +11,7 @@ from scipy import sparse
 
 from cloister.cells import demo
 from cloister.cells import tables as cells
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.rehearsal import rehearse
 
 BINS = 51
 

@@ -27,18 +27,18 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protocols"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from encoders import one
 
-from cloister.crypto.entropy import Entropy
-from cloister.crypto.owner_ckks import scheme as block
-from cloister.crypto.owner_ckks.shelf import Pool
 from cloister.errors import ParameterError
 from cloister.models import polynomial
-from cloister.protocols.inference import block_plan as circuit
-from cloister.protocols.inference.block_messages import parts, powers
-from cloister.protocols.inference.block_values import Values
+from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.crypto.owner_ckks import scheme as block
+from cloister.mpc.crypto.owner_ckks.ciphertext_store import Pool
+from cloister.workflows.adapt_model import block_plan as circuit
+from cloister.workflows.adapt_model.block_messages import parts, powers
+from cloister.workflows.adapt_model.block_values import Values
 
 PUBLISHED = (
     136.0 / (197 * 12 * 768**2 + 2 * 197**2 * 768) * 1e9

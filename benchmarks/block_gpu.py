@@ -36,21 +36,22 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protocols"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from block_cost import macs, of_block
 from encoders import one
 
-from cloister.crypto.entropy import Entropy
-from cloister.crypto.owner_ckks import card, cover, devices, scheme, turns
 from cloister.errors import ParameterError
 from cloister.models import polynomial
-from cloister.protocols.inference import block_plan as circuit
-from cloister.protocols.inference.block_messages import powers, together
-from cloister.protocols.inference.block_values import Values
-from cloister.protocols.inference.packing import cheapest
-from cloister.protocols.inference.tied_answers import Sums, Tie, Ties
+from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.crypto.owner_ckks import rotations, scheme, smallness_check
+from cloister.provider.gpu import cuda_device, devices
+from cloister.workflows.adapt_model import block_plan as circuit
+from cloister.workflows.adapt_model.answer_integrity import Sums, Tie, Ties
+from cloister.workflows.adapt_model.block_messages import powers, together
+from cloister.workflows.adapt_model.block_values import Values
+from cloister.workflows.adapt_model.packing import cheapest
 
 SAMPLES = 32  # that fill the batch, and are compared with the plain student
 
@@ -222,17 +223,17 @@ class Sides:
         """What both sides do after a block; ends the benchmark if answers do not add up."""
         with self.clock("comparison"):
             sent, masks = self.ties.open(Tie.of(self.crypto, openings))
-            h = cover.shifts(masks)
-            w = cover.uncover(self.key, sent) if self.device == "cpu" else self.read_check(sent)
-            mine = cover.Leaves((cover.cells(w, 0), cover.cells(w, 1)), self.entropy)
-            if not cover.opens(mine.seal, mine.open(h), h, cover.cells(masks, h)):
+            h = smallness_check.shifts(masks)
+            w = smallness_check.uncover(self.key, sent) if self.device == "cpu" else self.read_check(sent)
+            mine = smallness_check.Leaves((smallness_check.cells(w, 0), smallness_check.cells(w, 1)), self.entropy)
+            if not smallness_check.opens(mine.seal, mine.open(h), h, smallness_check.cells(masks, h)):
                 raise SystemExit("answers do not add up")
         tight = sent.nbytes * self.crypto.bits // 32
-        self.traffic.update(down=tight + 64 + h.nbytes, up=32 + h.size * (cover.SALT + cover.LEAF))
+        self.traffic.update(down=tight + 64 + h.nbytes, up=32 + h.size * (smallness_check.SALT + smallness_check.LEAF))
 
     def read_check(self, sent):
-        words = card.host(self.ring.words(self.key.opened(card.put(sent))))
-        return np.stack([cover.joined(x) for x in words])
+        words = cuda_device.host(self.ring.words(self.key.opened(cuda_device.put(sent))))
+        return np.stack([smallness_check.joined(x) for x in words])
 
     def packed(self, x):
         """As on the wire, but where it lies."""
@@ -245,7 +246,7 @@ class Sides:
 def owner_key(crypto, device, entropy):
     if device == "cpu":
         return scheme.OwnerKey(crypto, entropy)
-    from cloister.crypto.owner_ckks import gpu
+    from cloister.provider.gpu import gpu
 
     return gpu.OwnerKey(crypto, entropy)
 
@@ -295,7 +296,7 @@ def laid_out(b0, packed, crypto):
     if packed == 1:
         return np.ascontiguousarray(b0.reshape(len(b0), -1).T)
     tokens = np.repeat(b0[:, :1], packed, axis=1), b0[:, 1 + np.arange(packed) % (b0.shape[1] - 1)]
-    return np.concatenate([turns.spread(np.ascontiguousarray(x.transpose(2, 1, 0)), crypto.degree) for x in tokens])
+    return np.concatenate([rotations.spread(np.ascontiguousarray(x.transpose(2, 1, 0)), crypto.degree) for x in tokens])
 
 
 def read_back(sides, out, s, packed, samples):
@@ -307,7 +308,7 @@ def read_back(sides, out, s, packed, samples):
             sides.key.read(out.get([t * s.width + f for f in features], out.k), out.scale, samples) for t in tokens
         ]
         return tokens, features, np.stack(found).transpose(2, 0, 1)
-    at, rows = turns.slots(sides.crypto.degree, packed), []
+    at, rows = rotations.slots(sides.crypto.degree, packed), []
     for row in range(2):
         cts = out.get([row * s.width + f for f in features], out.k)
         rows.append(sides.key.read(cts, out.scale, sides.crypto.slots)[:, at])
@@ -361,7 +362,7 @@ def rates():
     """Millions of transforms a second, and GB/s of the two streams, on the card."""
     import torch
 
-    from cloister.crypto.owner_ckks import gpu_ring
+    from cloister.provider.gpu import gpu_ring
 
     ring, n = gpu_ring.ring_on_card(scheme.STANDARD), 2048
     k, degree, found = scheme.STANDARD.count, scheme.STANDARD.degree, {}
@@ -384,7 +385,7 @@ def rates():
 
 
 def machine(device):
-    return card.name() if device == "gpu" else f"{platform.machine()}, {os.cpu_count()} cores"
+    return cuda_device.name() if device == "gpu" else f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 def main() -> None:
@@ -401,7 +402,7 @@ def main() -> None:
     parser.add_argument("--where", action="store_true", help="name all seconds")
     parser.add_argument("--at-once", type=int, default=0, help="ciphertexts that are computed together")
     args = parser.parse_args()
-    device = args.device or ("cpu" if card.why_not() else "gpu")
+    device = args.device or ("cpu" if cuda_device.why_not() else "gpu")
     devices.check(device)
     small = device == "cpu" and args.quick
     shape = (3, 8, 2) if small else (17, 64, 1) if args.quick else (65, 192, 3)

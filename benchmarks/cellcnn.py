@@ -53,7 +53,7 @@ def ours(split, n, repeats=donors.REPEATS, rate=None, steps=None):
 
 
 def baseline(X, y, seed, batch, epochs=20):
-    from cloister.workflows.baselines import max_pooling
+    from cloister.papers.baselines import max_pooling
 
     made = max_pooling.Config(classes=int(y.max()) + 1, epochs=epochs, batch=max(1, batch), seed=seed)
     return max_pooling.train(X, y, made)

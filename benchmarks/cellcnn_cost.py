@@ -18,9 +18,9 @@ class Bench:
     """One party's work, timed with a key that this process holds alone; the arithmetic is the same."""
 
     def __init__(self, config, parameters=None, parties=3):
-        from cloister.crypto.ckks import scheme as ckks
-        from cloister.crypto.entropy import Entropy
-        from cloister.protocols.cellcnn import cellcnn_circuit as circuit
+        from cloister.mpc.crypto.ckks import scheme as ckks
+        from cloister.mpc.crypto.entropy import Entropy
+        from cloister.workflows.train_cellcnn import cellcnn_circuit as circuit
 
         self.config, self.ckks, self.circuit, self.entropy = config, ckks, circuit, Entropy()
         self.P = parameters or circuit.choose_ring(config, parties)
@@ -108,9 +108,9 @@ def parties(count):
 
 def refresh_cost(bench, count):
     """One step's three refreshes: seconds and megabytes of a site, seconds of the aggregator."""
-    from cloister.protocols.cellcnn import encrypted_training as et
-    from cloister.protocols.cellcnn.training_refreshes import refreshes
-    from cloister.protocols.ckks import collective_refresh as cr
+    from cloister.mpc.threshold_ckks import collective_refresh as cr
+    from cloister.workflows.train_cellcnn import encrypted_training as et
+    from cloister.workflows.train_cellcnn.training_refreshes import refreshes
 
     names, hub = parties(count)
     todo = refreshes(et.Params(names, hub, bench.P, bench.config))
@@ -126,7 +126,7 @@ def refresh_cost(bench, count):
 
 
 def key_cost(bench, count=3):
-    from cloister.protocols.ckks import collective_key, collective_relin, collective_rotation, key_switch
+    from cloister.mpc.threshold_ckks import collective_key, collective_relin, collective_rotation, key_switch
 
     names, hub = parties(count)
     secrets = {p: bench.ckks.Secret.draw(bench.P, bench.entropy) for p in names}
@@ -147,7 +147,7 @@ def key_cost(bench, count=3):
 def cost(args):
     from cellcnn_published import published_iteration, rings
 
-    from cloister.crypto import cores
+    from cloister.mpc.crypto import cores
 
     rows = []
     base = cellcnn.Config(markers=38, filters=8, classes=2, batch=100, steps=400, **RATES)
@@ -191,7 +191,7 @@ def cost(args):
 
 def step_bytes(bench, count):
     """Megabytes that a site sends in a step, from the protocol's own account (the tests hold it to the receipts)."""
-    from cloister.protocols.cellcnn import encrypted_training as et
+    from cloister.workflows.train_cellcnn import encrypted_training as et
 
     names, hub = parties(count)
     sizes = [

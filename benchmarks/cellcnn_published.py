@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 
-from cloister.crypto.ckks import scheme as ckks
-from cloister.crypto.entropy import Entropy
 from cloister.models import cellcnn
-from cloister.protocols.cellcnn import published_circuit, published_training
+from cloister.mpc.crypto.ckks import scheme as ckks
+from cloister.mpc.crypto.entropy import Entropy
+from cloister.papers import published_circuit, published_training
 
 
 class OneKey(dict):

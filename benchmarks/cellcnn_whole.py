@@ -13,8 +13,8 @@ from cloister.models import cellcnn
 
 def encrypted_training(config, batches, *, open_model=True):
     """One encrypted training among threads."""
-    from cloister.protocols.cellcnn import cellcnn_circuit
-    from cloister.protocols.cellcnn import encrypted_training as et
+    from cloister.workflows.train_cellcnn import cellcnn_circuit
+    from cloister.workflows.train_cellcnn import encrypted_training as et
 
     names, hub = parties(len(batches))
     ring = cellcnn_circuit.choose_ring(config, len(names))
@@ -81,8 +81,9 @@ def sites(args):
 
 def predict(args):
     """An encrypted query of 20 samples to three sites, by the number of markers (the paper's Table 1)."""
-    from cloister.protocols.cellcnn import cellcnn_circuit, oblivious_prediction
-    from cloister.protocols.cellcnn import encrypted_training as et
+    from cloister.workflows.predict_cellcnn import oblivious_prediction
+    from cloister.workflows.train_cellcnn import cellcnn_circuit
+    from cloister.workflows.train_cellcnn import encrypted_training as et
 
     rows = []
     for m in (16,) if args.quick else (16, 32, 64, 128):

@@ -20,8 +20,8 @@ import anndata
 import numpy as np
 
 from cloister.cells.demo import demo_cohort
-from cloister.check_disclosure import check_disclosure
 from cloister.disclosure import Thresholds
+from cloister.rehearsal.check_disclosure import check_disclosure
 
 LOG = Path(__file__).parent / "logs" / "disclosure.txt"
 

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protocols"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pretrain_vit as source
@@ -44,10 +44,11 @@ from adaptation_images import federated, sets
 from block_gpu import Sides, machine, memory
 from encoders import tiny
 
-from cloister.crypto.owner_ckks import card, scheme
 from cloister.errors import ParameterError
 from cloister.models import adapter, polynomial, student
-from cloister.protocols.inference import block_plan
+from cloister.mpc.crypto.owner_ckks import scheme
+from cloister.provider.gpu import cuda_device
+from cloister.workflows.adapt_model import block_plan
 
 FEW = 512  # images that the plain student takes at once
 
@@ -245,7 +246,7 @@ def main() -> None:
             x = student.patches(source.scaled(torch.from_numpy(images.x[some])), 4).double().numpy()
             print(json.dumps({"set": images.name, "images": len(x), "outside": outside(encoder, x)}), flush=True)
         return
-    card.check()
+    cuda_device.check()
     print(f"machine: {machine('gpu')}", flush=True)
     began = time.monotonic()
     encoder = trained(args.data, args.train) if args.train else polynomial.Encoder.load(args.model)

@@ -28,9 +28,9 @@ import numpy as np
 
 from cloister import workflows
 from cloister.arrays import U8
-from cloister.net.channel import Channel
-from cloister.net.seat import Outcome, Seat
-from cloister.net.wire import message
+from cloister.mpc.net.channel import Channel
+from cloister.mpc.net.wire import message
+from cloister.session import Outcome, Session
 from cloister.study import Party, Study
 from cloister.workflows.modes import Mode
 
@@ -75,12 +75,12 @@ async def play(ch: Channel, params: Params) -> list[float]:
     return times
 
 
-def part(seat: Seat, options: Options) -> Outcome:
+def part(session: Session, options: Options) -> Outcome:
     began, rows = time.time(), []
-    hub, (a, b) = seat.coordinator, seat.sites
+    hub, (a, b) = session.coordinator, session.sites
     for size, rounds in (SIZES if options.quick else SIZES | LARGE).items():
         for one, other in ((hub, a), (a, b)):
-            times = seat.run(play, Params(one, other, size, rounds))
+            times = session.run(play, Params(one, other, size, rounds))
             if times:
                 rows.append([one, other, size, statistics.median(times), max(times)])
     return Outcome(None, {"rows": rows, "began": began})
@@ -91,7 +91,7 @@ WORKFLOW = workflows.Workflow(
     summary="Time messages.",
     options=Options,
     modes={"hardened": Mode(("bench_link",))},
-    site=lambda seat, adata, options: part(seat, options),
+    site=lambda session, adata, options: part(session, options),
     coordinator=part,
     check=lambda adata, options: [],
 )
@@ -108,14 +108,14 @@ def measure(*, quick: bool) -> dict:
     import anndata as ad
 
     from cloister.cells.files import write_cells
-    from cloister.runtime.kit import Kit
-    from cloister.runtime.party import Ended
-    from cloister.runtime.provision import provision
+    from cloister.deploy.kit import Kit
+    from cloister.deploy.party import Ended
+    from cloister.deploy.provision import provision
 
     try:
-        from cloister.runtime.order import run_study
+        from cloister.deploy.control_socket import run_study
     except ImportError:  # before there was a carrier
-        from cloister.runtime.order import run_study
+        from cloister.deploy.control_socket import run_study
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -131,7 +131,7 @@ def measure(*, quick: bool) -> dict:
             write_cells(ad.AnnData(np.ones((2, 2), np.float32)), kits[p] / "cells.h5ad")
             Kit.open(kits[p]).approve()
         path = os.pathsep.join([work, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        command = "import sys; from cloister.runtime.start import start_party; start_party(sys.argv[1])"
+        command = "import sys; from cloister.deploy.start import start_party; start_party(sys.argv[1])"
         services = [
             subprocess.Popen(
                 [sys.executable, "-c", command, str(kit)],

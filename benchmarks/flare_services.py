@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-START = "import sys; from cloister.runtime.start import start_party; start_party(sys.argv[1])"
+START = "import sys; from cloister.deploy.start import start_party; start_party(sys.argv[1])"
 
 
 @contextmanager
 def services(folder: Path, workflow: str, cells: Mapping[str, Any], **parts: Any) -> Iterator[dict[str, Path]]:
     """Kits of `hub` and of one site for each table of cells, while their services run; `parts` are the study's."""
     from cloister.cells.files import write_cells
-    from cloister.runtime.provision import provision
+    from cloister.deploy.provision import provision
     from cloister.study import Study
 
     with socket.create_server(("127.0.0.1", 0)) as s:
@@ -46,9 +46,9 @@ def services(folder: Path, workflow: str, cells: Mapping[str, Any], **parts: Any
 
 def run(kits: Mapping[str, Path], limit: float, consent: Iterable[str] = (), **changes: Any) -> tuple[float, dict]:
     """Order a run of the study with these changes; seconds from order to end, and how it ended by party."""
-    from cloister.runtime.kit import Kit
-    from cloister.runtime.order import run_study
-    from cloister.runtime.party import Ended
+    from cloister.deploy.control_socket import run_study
+    from cloister.deploy.kit import Kit
+    from cloister.deploy.party import Ended
     from cloister.study import Study, format_study
 
     study = dataclasses.replace(Study.load(kits["hub"].parent / "study.toml"), **changes)

@@ -38,11 +38,11 @@ from scipy import sparse
 import cloister as cl
 from cloister.disclosure import Thresholds
 from cloister.models import voom
-from cloister.protocols.groups import contrast_steps, pooled_contrasts
-from cloister.protocols.groups.contrast_terms import part_of
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.rehearsal import rehearse
 from cloister.study import Party
-from cloister.workflows.compare_groups import Options, donors_of, params_of
+from cloister.workflows.compare_groups import contrast_steps, pooled_contrasts
+from cloister.workflows.compare_groups.contrast_terms import part_of
+from cloister.workflows.compare_groups.workflow import Options, donors_of, params_of
 
 KNOWN = ("ISG15", "IFIT1", "IFIT2", "IFIT3", "IFI6", "MX1", "ISG20", "OAS1", "IFITM3", "IRF7")
 SITES = ("basel", "lugano", "vienna")
@@ -252,7 +252,7 @@ def on_disclosure(genes: int) -> None:
 
 def ask_limma(path: Path, every: int) -> None:
     """limma's own answer on all cells together, beside the federated one."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protocols"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     import group_cases
 
     from cloister.testing import Case

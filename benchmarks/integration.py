@@ -34,7 +34,7 @@ import anndata as ad
 import numpy as np
 from sklearn.neighbors import NearestNeighbors
 
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.rehearsal import rehearse
 
 K = 10
 
@@ -178,8 +178,8 @@ def scale(cells):
 
 def leverage(path):
     """Weights of one site's cells in all sums of directions of a run, and what they would give to who knew them."""
-    from cloister.protocols.harmony import harmony_steps
-    from cloister.protocols.harmony.harmony_steps import Cells, Course, Params, together
+    from cloister.workflows.integrate import harmony_steps
+    from cloister.workflows.integrate.harmony_steps import Cells, Course, Params, together
 
     whole = ad.read_h5ad(path)[::4].copy()
     sites = {

@@ -23,7 +23,7 @@ import numpy as np
 from cloister.cells.ontology import accuracy_by_distance, cell_ontology
 from cloister.cells.tables import read_cells
 from cloister.cells.vocabulary import Rules, compare_labels
-from cloister.run.rehearsal import plan, rehearse
+from cloister.rehearsal.rehearsal import plan, rehearse
 
 OPTIONS = {
     "l2": 0.003,

@@ -90,11 +90,11 @@ def inference(*, quick):
     import cloister
     from cloister.study import Party
 
-    sys.path.insert(0, str(Path(cloister.__file__).parents[2] / "tests" / "protocols"))
+    sys.path.insert(0, str(Path(cloister.__file__).parents[2] / "tests" / "support"))
     encoders = importlib.import_module("encoders")
     for name in ("owner_ckks.scheme", "block"):
         try:
-            crypto = importlib.import_module(f"cloister.crypto.{name}")
+            crypto = importlib.import_module(f"cloister.mpc.crypto.{name}")
             break
         except ModuleNotFoundError:
             continue

@@ -33,7 +33,7 @@ def questions() -> dict[str, Any]:
 
 def ask(given: tuple[str, bool]) -> dict[str, Any]:
     """One question, in a process of its own."""
-    from cloister.crypto import paillier
+    from cloister.mpc.crypto import paillier
 
     name, quick = given
     paillier.LEAST_BITS = 1024  # the published forest's keys, as short as in the tests

@@ -64,7 +64,7 @@ class Wires:
 
 def protocol(params, mode):
     """The protocol file of a mode, and its parameters."""
-    from cloister.protocols.knn import private_knn, verified_knn
+    from cloister.workflows.map_labels import private_knn, verified_knn
 
     core = private_knn.Params(**params)
     return (private_knn, core) if mode == "semi-honest" else (verified_knn, verified_knn.Params(core))
@@ -72,7 +72,7 @@ def protocol(params, mode):
 
 def warm_up():
     """Load the compiled loops before the clock starts."""
-    from cloister.crypto import gf64
+    from cloister.mpc.crypto import gf64
 
     def some(*shape):
         return np.ones(shape, np.uint64)
@@ -89,11 +89,11 @@ def warm_up():
 
 
 def child(rank, ends, path, params, out, mode, late):
-    from cloister.crypto.agreement import Identity
-    from cloister.crypto.entropy import Entropy
-    from cloister.crypto.prg import Prg
-    from cloister.net.mailbox import Mailbox
-    from cloister.net.seat import Outcome, take_part
+    from cloister.mpc.crypto.agreement import Identity
+    from cloister.mpc.crypto.entropy import Entropy
+    from cloister.mpc.crypto.prg import Prg
+    from cloister.mpc.net.mailbox import Mailbox
+    from cloister.session import Outcome, take_part
     from cloister.study import Study
 
     me = PARTIES[rank]
@@ -143,7 +143,7 @@ def child(rank, ends, path, params, out, mode, late):
         Wires(ends),
         box,
         None,
-        part=lambda seat, _: Outcome(result={"value": seat.run(role, params, *inputs)}),
+        part=lambda session, _: Outcome(result={"value": session.run(role, params, *inputs)}),
         identity=identities[me],
     )
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -268,7 +268,7 @@ def peer(python, name, folder, limit, part, m):
 
 
 def pooled(q, r, y, k):
-    from cloister.workflows.baselines.mapping import nearest_label
+    from cloister.papers.baselines.mapping import nearest_label
 
     names = np.array([f"{label:03d}" for label in y])
     found, ties = nearest_label(q, r, names, k)
@@ -511,7 +511,7 @@ def on_real_data(title, sites, query, label_key, quick):
 def absent_types(sites, query, label_key, use_rep, least=15):
     """Each type in turn is taken from the references: how many of its cells, and of the others, are then unknown."""
     from cloister.disclosure import Thresholds
-    from cloister.protocols.knn.reference_distances import Params, contribution, threshold
+    from cloister.workflows.map_labels.reference_distances import Params, contribution, threshold
 
     x = {s: np.asarray(a.obsm[use_rep], float) for s, a in sites.items()}
     y = {s: a.obs[label_key].astype(str).to_numpy() for s, a in sites.items()}

@@ -54,7 +54,7 @@ OPTIONS = {
 def rehearse_step(workflow: str, folder: Path, *, processes: bool) -> dict[str, float]:
     """Rehearse, with a process per party or all in this one, and write the results."""
     from cloister.cells.files import write_cells
-    from cloister.run.rehearsal import rehearse
+    from cloister.rehearsal.rehearsal import rehearse
 
     source = components_in(folder) if workflow == "find-outliers" else folder
     began = time.perf_counter()

@@ -31,11 +31,12 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 
-from cloister.attacks import opened_forest  # noqa: E402
 from cloister.models import isolation_forest as iforest  # noqa: E402
-from cloister.protocols.forest import counted_forest, masked_forest  # noqa: E402
-from cloister.protocols.sums import pooled_scaling  # noqa: E402
-from cloister.workflows.find_outliers import SAMPLE  # noqa: E402
+from cloister.mpc.sums import pooled_scaling  # noqa: E402
+from cloister.papers import masked_forest  # noqa: E402
+from cloister.papers.attacks import opened_forest  # noqa: E402
+from cloister.workflows.find_outliers import counted_forest  # noqa: E402
+from cloister.workflows.find_outliers.workflow import SAMPLE  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SETS = (
@@ -317,7 +318,7 @@ def _rebuilt(params, X, secret, rng):
 def rehearsed(X, truth, part, **options):
     from anndata import AnnData
 
-    from cloister.run.rehearsal import rehearse
+    from cloister.rehearsal.rehearsal import rehearse
 
     data = {u: AnnData(X[part == i]) for i, u in enumerate(SITES)}
     began = time.perf_counter()

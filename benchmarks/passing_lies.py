@@ -24,21 +24,21 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protocols"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from encoders import Sums, quadratic_shape, shifted, tiny, untied
 
-from cloister.crypto.owner_ckks import scheme
-from cloister.crypto.owner_ckks.cover import ROOM, SENT
-from cloister.crypto.owner_ckks.pairs import dropped
-from cloister.protocols.inference import encrypted_inference as inference
-from cloister.protocols.inference import lying_owner
-from cloister.protocols.inference.block_messages import traffic
-from cloister.protocols.inference.block_plan import checked, plan
-from cloister.protocols.inference.packing import Packing, packings
-from cloister.protocols.inference.tied_answers import REACH, Tie
+from cloister.mpc.crypto.owner_ckks import scheme
+from cloister.mpc.crypto.owner_ckks.packed_refresh import dropped
+from cloister.mpc.crypto.owner_ckks.smallness_check import ROOM, SENT
 from cloister.study import Party
 from cloister.testing import Case, run_protocol, values
+from cloister.workflows.adapt_model import encrypted_inference as inference
+from cloister.workflows.adapt_model import leakage_bound
+from cloister.workflows.adapt_model.answer_integrity import REACH, Tie
+from cloister.workflows.adapt_model.block_messages import traffic
+from cloister.workflows.adapt_model.block_plan import checked, plan
+from cloister.workflows.adapt_model.packing import Packing, packings
 
 HUB, ANN = Party("hub"), Party("ann")
 P = scheme.QUADRATIC
@@ -151,12 +151,12 @@ def bound():
             shape = quadratic_shape(tokens, width, heads, depth, attention=attention)
             shape = dataclasses.replace(shape, inputs=48 if tokens == 65 else 768, taps=taps, rank=rank)
             for packed in (Packing(shape, crypto, one) for one in packings(shape, crypto)):
-                bits, many = lying_owner.batch_bits(packed), packed.samples
+                bits, many = leakage_bound.batch_bits(packed), packed.samples
                 yield {
                     "tokens": tokens, "width": width, "attention": attention, "taps": len(taps), "rank": rank,
                     "batch": many, "mbit": round(bits / 1e6, 2), "kbit_a_sample": round(bits / many / 1e3, 1),
                 }  # fmt: skip
-            print(f"  {lying_owner.exposure(shape, crypto, 1 << 16)}", file=sys.stderr, flush=True)
+            print(f"  {leakage_bound.exposure(shape, crypto, 1 << 16)}", file=sys.stderr, flush=True)
 
 
 def main():

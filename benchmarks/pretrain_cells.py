@@ -68,7 +68,7 @@ def main() -> None:
     import torch
 
     from cloister.models import polynomial, student
-    from cloister.workflows.adaptation.asking import inputs_of
+    from cloister.workflows.adapt_model.inference import inputs_of
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")

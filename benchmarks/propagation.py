@@ -27,7 +27,7 @@
   solve      conjugate gradients on the sparse graph against a dense inverse; growth with n; memory
 
 The accuracies use `graph.propagate`, which the protocols equal to the last bit
-(tests/protocols/propagation/test_propagation.py).
+(tests/workflows/propagate_labels/test_propagation.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from cloister.models import graph
-from cloister.workflows.propagate_labels import Options
+from cloister.workflows.propagate_labels.workflow import Options
 
 SHARES = (0.01, 0.05, 0.1, 0.5)
 
@@ -384,9 +384,9 @@ def gain(args, names):
 
 def choice(args, names):
     """What `choose=True` finds, and what it is measured against."""
-    from cloister.protocols.propagation import chosen_settings, class_means
+    from cloister.papers.baselines.propagation import balanced_accuracy, baselines_of, spread_label
     from cloister.study import Party
-    from cloister.workflows.baselines.propagation import balanced_accuracy, baselines_of, spread_label
+    from cloister.workflows.propagate_labels import chosen_settings, class_means
 
     print(
         f"\nchoice: balanced accuracy on unlabelled points, mean of {args.repeats} draw(s); at least two labels a class"
@@ -429,10 +429,10 @@ def weights(args, names):
     """`choice` for one graph and alpha: 0, once or four times the weight of class means, by labels left out."""
     from unittest import mock
 
-    from cloister.protocols.propagation import chosen_settings, class_means
+    from cloister.papers.baselines.mapping import linear_label, nearest_label
+    from cloister.papers.baselines.propagation import spread_label
     from cloister.study import Party
-    from cloister.workflows.baselines.mapping import linear_label, nearest_label
-    from cloister.workflows.baselines.propagation import spread_label
+    from cloister.workflows.propagate_labels import chosen_settings, class_means
 
     usual, hub = Options(class_means=args.means), Party("hub")
     setting = chosen_settings.Setting(usual.n_neighbors, usual.power, usual.alpha, usual.balance, args.means)
@@ -483,8 +483,8 @@ def weights(args, names):
 
 def by_setting(x, y, known, C, W, tried):
     """Balanced accuracy of every setting, as `spread_label` would have it."""
-    from cloister.protocols.propagation import class_means
     from cloister.study import Party
+    from cloister.workflows.propagate_labels import class_means
 
     given, v = np.where(known, y, -1), class_means.directions(x)
     counts = np.bincount(y[known], minlength=C)
@@ -500,7 +500,7 @@ def drawn(args, name, tried, shares, fewest=1):
 
     Classes of fewer than `fewest` points are left out.
     """
-    from cloister.workflows.baselines.mapping import linear_label, nearest_label
+    from cloister.papers.baselines.mapping import linear_label, nearest_label
 
     usual = Options()
     for seed in range(args.repeats):
@@ -574,7 +574,7 @@ def x_tuned(x, y, known, sites, **options):
     import anndata as ad
     import pandas as pd
 
-    from cloister.run.rehearsal import rehearse
+    from cloister.rehearsal.rehearsal import rehearse
 
     points = {}
     for s in np.unique(sites).tolist():
@@ -820,7 +820,7 @@ def variants(args, names):
 
 def pictures(args, name, seed, usual):
     """One draw of one set: variant → (median cosine, balanced accuracy)."""
-    from cloister.attacks import propagation as attack
+    from cloister.papers.attacks import propagation as attack
 
     features, y, sites, C, rng = load(args, name, seed)
     x = components(features["raw"], 50) if name == "clothes" else features["pretrained"]
@@ -850,10 +850,10 @@ def pictures(args, name, seed, usual):
 
 def built(points):
     """Cost of the graphs that are built, random codes: variant → (MB, CPU s, MB at 5000 points) by mode."""
-    from cloister.protocols.hamming import secure_hamming
-    from cloister.protocols.propagation import private_graph
+    from cloister.papers.hamming import secure_hamming
     from cloister.study import Party
     from cloister.testing import Case, check_no_errors, run_protocol
+    from cloister.workflows.propagate_labels import private_graph
 
     three, rng = tuple(Party(f"s{i}") for i in range(3)), np.random.default_rng(0)
     inputs = {u: (rng.integers(0, 256, (points, 512), dtype=np.uint8),) for u in three}
@@ -877,10 +877,10 @@ def built(points):
 
 
 def cost(args, names):
-    from cloister.protocols.hamming import secure_hamming
-    from cloister.protocols.propagation import private_graph
+    from cloister.papers.hamming import secure_hamming
     from cloister.study import Party
     from cloister.testing import Case, check_no_errors, run_protocol, values
+    from cloister.workflows.propagate_labels import private_graph
 
     sizes = {"mpc": (100, 300), "ot": (50, 100), "he": (25, 50)}
     if not args.quick:
@@ -970,7 +970,7 @@ def labelled_sets(args, names, shares):
 
 
 def hidden(args, names):
-    from cloister.workflows.baselines.mapping import linear_label
+    from cloister.papers.baselines.mapping import linear_label
 
     usual, rows = Options(), {}
     how = graph.Walk.of(usual.n_neighbors, usual.alpha)
@@ -1022,9 +1022,9 @@ def steps(args, names):
 
 
 def sizes(args, names):
-    from cloister.protocols.propagation import propagation_terms, verified_propagation
     from cloister.study import Party
     from cloister.testing import Case, check_no_errors, run_protocol
+    from cloister.workflows.propagate_labels import propagation_terms, verified_propagation
 
     usual, rng = Options(), np.random.default_rng(0)
     centres, parties = rng.normal(size=(8, 30)), tuple(Party(f"site-{i}") for i in range(3))
@@ -1048,9 +1048,9 @@ def sizes(args, names):
 
 def modes(args, names):
     """The whole protocol, hardened (one party may lie) beside semi-honest, three sites."""
-    from cloister.protocols.propagation import private_propagation, propagation_terms, verified_propagation
     from cloister.study import Party
     from cloister.testing import Case, check_no_errors, run_protocol, values
+    from cloister.workflows.propagate_labels import private_propagation, propagation_terms, verified_propagation
 
     n, bits = (100, 256) if args.quick else (1000, 1024)
     rng = np.random.default_rng(0)

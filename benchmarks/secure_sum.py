@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cloister.crypto.entropy import Entropy
-from cloister.crypto.prg import expand
-from cloister.protocols.sums import secure_sum
-from cloister.run.rehearsal import Fault
+from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.crypto.prg import expand
+from cloister.mpc.sums import secure_sum
+from cloister.rehearsal.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
 

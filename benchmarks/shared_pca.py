@@ -27,8 +27,8 @@ from scipy.linalg import subspace_angles
 from sklearn.metrics import f1_score
 from sklearn.neighbors import NearestNeighbors
 
-from cloister.protocols.sums import shared_pca
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.workflows.shared_pca import shared_pca
 
 K = 10
 

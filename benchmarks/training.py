@@ -44,10 +44,10 @@ from cloister.arrays import U64
 from cloister.errors import DataError
 from cloister.models.classifier import Blueprint, make
 from cloister.models.learner import Learner, Recipe, Table
-from cloister.net.wire import message
-from cloister.protocols.fedavg import federated_training
-from cloister.protocols.sums import secure_sum
-from cloister.run.rehearsal import rehearse
+from cloister.mpc.net.wire import message
+from cloister.mpc.sums import secure_sum
+from cloister.papers import federated_training
+from cloister.rehearsal.rehearsal import rehearse
 
 torch.set_num_threads(1)
 
@@ -326,7 +326,7 @@ def few(data, quick):
 def noise(data, quick):
     """Hidden labels of a fifth of the cells, by mode and noise; means over draws of that fifth."""
     import cloister as cl
-    from cloister.workflows import fine_tune
+    from cloister.workflows.fine_tune import workflow as fine_tune
 
     sets = {"demo": (cl.demo_sites(), "X_pca")}
     for name, sites in studies(data, quick):

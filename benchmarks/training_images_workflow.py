@@ -41,7 +41,7 @@ from training_images_side import CLASSES, Side, Steps, propagate
 from cloister.models import graph
 from cloister.models.classifier import Blueprint, make
 from cloister.models.learner import Learner, Recipe, Table
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.rehearsal import rehearse
 
 NAMES = tuple(str(c) for c in range(CLASSES))
 GRAPH = {"similarity_power": 3.0, "balance": True, "scale_confidence": True, "class_weights": True}

@@ -24,7 +24,7 @@ def fuzz(target: str, seconds: int) -> None:
     """Runs in a process of its own: libFuzzer ends the process."""
     import atheris
 
-    with atheris.instrument_imports(include=["cloister.net", "cloister.study", "cloister.cells"]):
+    with atheris.instrument_imports(include=["cloister.mpc.net", "cloister.study", "cloister.cells"]):
         import targets
 
     stored = targets.CORPUS / target
@@ -45,12 +45,12 @@ def seeds() -> None:
     import numpy as np
     import targets
 
-    from cloister.crypto.agreement import Identity
-    from cloister.crypto.entropy import Entropy
-    from cloister.net import wire
-    from cloister.net.journal import Journal
-    from cloister.net.receipts import Entry, Receipt
-    from cloister.net.seat import SIGNED
+    from cloister.mpc.crypto.agreement import Identity
+    from cloister.mpc.crypto.entropy import Entropy
+    from cloister.mpc.net import wire
+    from cloister.mpc.net.journal import Journal
+    from cloister.mpc.net.receipts import Entry, Receipt
+    from cloister.session import SIGNED
     from cloister.study import Party
 
     def write(target: str, name: str, data: bytes) -> None:

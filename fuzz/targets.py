@@ -20,11 +20,11 @@ from typing import Any
 
 from cloister.cells import probe
 from cloister.cells.files import read_cells
-from cloister.crypto.agreement import check_signature
 from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort, ReceiptError, WireError
-from cloister.net import wire
-from cloister.net.receipts import Receipt
-from cloister.net.seat import SIGNED
+from cloister.mpc.crypto.agreement import check_signature
+from cloister.mpc.net import wire
+from cloister.mpc.net.receipts import Receipt
+from cloister.session import SIGNED
 from cloister.study import format_study, parse_study
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -38,7 +38,7 @@ def message_classes() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for info in pkgutil.walk_packages(cloister.__path__, "cloister."):
-        if "protocols" not in info.name and ".mpc" not in info.name and ".net" not in info.name:
+        if not info.name.startswith(("cloister.mpc.", "cloister.workflows.", "cloister.papers.")):
             continue
         with contextlib.suppress(ImportError, CloisterError):
             module = importlib.import_module(info.name)

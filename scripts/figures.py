@@ -86,7 +86,7 @@ def hidden_labels(share: float) -> tuple[dict[str, Any], dict[str, Any], dict[st
 
 def linear_accuracy(x: Mapping[str, Any], truth: Any, held: Any) -> dict[str, float]:
     """Logistic regression on the same features, on hidden labels: trained on all sites' cells, and on each alone."""
-    from cloister.workflows.baselines.mapping import linear_label
+    from cloister.papers.baselines.mapping import linear_label
 
     def right(seen_by: Callable[[str], list[str]]) -> float:
         hits = []

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "crypto" / "owner_ckks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import parity
 
@@ -21,10 +21,10 @@ VECTORS = Path(__file__).parents[1] / "tests" / "vectors" / "owner_ckks.json"
 
 
 def compare() -> bool:
-    from cloister.crypto.owner_ckks import card
+    from cloister.provider.gpu import cuda_device
 
-    card.check()
-    print(f"card: {card.name()}", flush=True)
+    cuda_device.check()
+    print(f"card: {cuda_device.name()}", flush=True)
     good = True
     for name, held in parity.streams():
         good = good and bool(held)

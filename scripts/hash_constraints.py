@@ -10,7 +10,7 @@
 The file holds what `cloister[dev]` and the extras ot, he, flare, report and privacy's accountant need on Python 3.11 to
 3.14. It leaves out flowio, which has no wheel since 1.3 and runs its build script (extra `fcs`), and what brings torch,
 whose files and dependencies differ between PyPI and PyTorch's own indices. The dependencies are read from the packages
-that are installed here. The index is pip's own (`PIP_INDEX_URL`) or PyPI.
+that are installed here. The index is the one in pip's settings, else pip's default.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import html
 import importlib.metadata
 import os
 import re
+import subprocess
 import sys
 import tomllib
 import urllib.request
@@ -30,7 +31,6 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PINS, HASHED = ROOT / "constraints.txt", ROOT / "constraints-hashed.txt"
-INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
 EXTRAS = ("ot", "he", "flare", "report", "docs", "dev")
 BESIDE = ("dp-accounting", "pip", "setuptools", "wheel")
 LEFT_OUT = {"torch", "flowio"}
@@ -40,6 +40,16 @@ HEAD = """\
 # Versions of constraints.txt with the hashes of all their files. Made by scripts/hash_constraints.py; do not edit.
 # pip install --require-hashes --no-deps -r constraints-hashed.txt
 """
+
+
+def index_url() -> str:
+    """The package index that pip uses here."""
+    from pip._internal.models.index import PyPI  # pip has no public name for its default
+
+    if url := os.environ.get("PIP_INDEX_URL"):
+        return url
+    asked = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or str(PyPI.simple_url)
 
 
 def normal(name: str) -> str:
@@ -81,9 +91,9 @@ def needed() -> set[str]:
     return {name for name, _ in found}
 
 
-def files(name: str, version: str) -> list[tuple[str, str]]:
+def files(index: str, name: str, version: str) -> list[tuple[str, str]]:
     """File name and hash of every file of a version."""
-    with urllib.request.urlopen(f"{INDEX}/{name}/", timeout=60) as answer:
+    with urllib.request.urlopen(f"{index}/{name}/", timeout=60) as answer:
         page = answer.read().decode()
     found = []
     for digest, text in LINK.findall(page):
@@ -93,7 +103,7 @@ def files(name: str, version: str) -> list[tuple[str, str]]:
         if normal(parts[0]) == name and parts[1].split("+")[0] == version:
             found.append((file, digest))
     if not found:
-        raise LookupError(f"{INDEX} has no file of {name} {version}")
+        raise LookupError(f"{index} has no file of {name} {version}")
     return sorted(found)
 
 
@@ -128,8 +138,9 @@ def main() -> None:
         if dict(lines) != {name: version for name, (version, _) in wanted.items()}:
             sys.exit(f"{HASHED.name} is older than {PINS.name}; run scripts/hash_constraints.py")
         return
+    index = index_url().rstrip("/")
     with ThreadPoolExecutor(8) as pool:
-        found = dict(zip(wanted, pool.map(lambda n: files(n, wanted[n][0]), wanted), strict=True))
+        found = dict(zip(wanted, pool.map(lambda n: files(index, n, wanted[n][0]), wanted), strict=True))
     if args.wheels:
         for python in PYTHONS:
             lacking = [name for name, rows in found.items() if not any(fits(file, python) for file, _ in rows)]

@@ -46,7 +46,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.crypto.lattice.ring import SECURE_BITS, SIGMA
+from cloister.mpc.crypto.rns.ring import SECURE_BITS, SIGMA
 
 LEAST = 128.0
 STANDARD_2018 = {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881}  # [ACC18], classical, ternary
@@ -164,12 +164,14 @@ def estimate(n: int, logq: float) -> Estimate:
 
 def rings() -> Iterator[tuple[str, int, int]]:
     """What it is for, N, log2 of the modulus with all special primes."""
-    from cloister.crypto.owner_ckks import ring as owner
     from cloister.models import cellcnn
-    from cloister.protocols.cellcnn import encrypted_validation, private_prediction, published_training
-    from cloister.protocols.cellcnn.cellcnn_circuit import VALUE_BITS
-    from cloister.protocols.cellcnn.cellcnn_ladder import chain
-    from cloister.protocols.hamming import hamming_he
+    from cloister.mpc.crypto.owner_ckks import ring as owner
+    from cloister.papers import published_training
+    from cloister.papers.hamming import hamming_he
+    from cloister.workflows.predict_cellcnn import private_prediction
+    from cloister.workflows.train_cellcnn import encrypted_validation
+    from cloister.workflows.train_cellcnn.cellcnn_circuit import VALUE_BITS
+    from cloister.workflows.train_cellcnn.level_schedule import chain
 
     config = cellcnn.Config(markers=38, filters=8, classes=2, batch=66, steps=20)
     for scale in (84, 88, 92, 96, 100, 104):

@@ -14,7 +14,7 @@ import torch
 
 import cloister as cl
 from cloister.models import student
-from cloister.workflows.adaptation.asking import inputs_of
+from cloister.workflows.adapt_model.inference import inputs_of
 
 OUT = Path(__file__).parents[1] / "src" / "cloister" / "data" / "lung_encoder.npz"
 GENES, WIDTH, DEPTH = 8, 8, 2

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cloister.crypto.agreement import Identity
-from cloister.net.receipts import Entry, Receipt, _link
-from cloister.net.seat import SIGNED
+from cloister.mpc.crypto.agreement import Identity
+from cloister.mpc.net.receipts import Entry, Receipt, _link
+from cloister.session import SIGNED
 from cloister.testing import fixed_entropy
 
 FOLDER = Path(__file__).parents[1] / "tests" / "vectors" / "receipts"

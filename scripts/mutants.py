@@ -49,8 +49,10 @@ QUICK = ("one_thing_wrong", "roles_check", "what_is_drawn", "what_shares_hide", 
 BROKEN, ENDLESS = "could not run", "time"
 LIAR = "test_one_liar.py"
 OUTSIDE = (
-    "tests/runtime/test_flare",
-    *(f"tests/protocols/{folder}/test_oracle" for folder in ("knn", "ckks", "groups")),
+    "tests/deploy/test_flare",
+    "tests/workflows/map_labels/test_oracle",
+    "tests/mpc/threshold_ckks/test_oracle",
+    "tests/workflows/compare_groups/test_oracle",
 )
 Row = dict[str, Any]
 Rows = dict[str, Row]  # of mutants by `digests`, of tests by name
@@ -74,7 +76,7 @@ def tests_of(file: str) -> list[str]:
     quick = [n for word in (*QUICK, "one_liar_sums") for n in found if word in n]
     own = [n for n in dict.fromkeys(found) if module in n or n in ALSO.get(file, ())]
     folder = [n for n in found if n.startswith(f"tests/{file.rpartition('/')[0]}/")]
-    ordered = dict.fromkeys([*quick, *(own or folder), *(n for n in found if n.endswith(LIAR))])
+    ordered = dict.fromkeys([*quick, *(own or folder or found), *(n for n in found if n.endswith(LIAR))])
     tests = [one for name in ordered for one in (_questions(module) if name.endswith(LIAR) else [name])]
     if not tests:
         raise SystemExit(f"no test imports {dotted}; name one under [also] in mutants.toml")

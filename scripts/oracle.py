@@ -22,10 +22,10 @@ ORACLES = {  # variable of the tests: packages, the first of them its name; inte
     "CLOISTER_CELLTYPIST_PYTHON": ("celltypist scikit-learn<1.8", ("python3.11", "python3.12", "python3.13")),
 }
 TESTS = (
-    "tests/protocols/knn/test_oracle_spu.py",
-    "tests/protocols/ckks/test_oracle_openfhe.py",
-    "tests/protocols/groups/test_oracle_limma.py",
-    "tests/protocols/logistic/test_oracle_celltypist.py",
+    "tests/workflows/map_labels/test_oracle_spu.py",
+    "tests/mpc/threshold_ckks/test_oracle_openfhe.py",
+    "tests/workflows/compare_groups/test_oracle_limma.py",
+    "tests/workflows/train_classifier/test_oracle_celltypist.py",
 )
 
 

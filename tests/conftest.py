@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 from browser import Browser, find
 
 settings.register_profile("house", derandomize=True, deadline=None)  # a change is judged by the same examples each time

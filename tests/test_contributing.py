@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import cloister.protocols.sums
+import cloister.mpc.sums
 from cloister.testing import check_vectors
 
 PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -33,10 +33,10 @@ def walked(tmp_path, monkeypatch):
     (tmp_path / "vectors").mkdir()
     (tmp_path / "protocols" / "sums" / "pooled_mean.py").write_text(protocol, encoding="utf-8")
     (tmp_path / "protocols" / "sums" / "test_pooled_mean.py").write_text(tests, encoding="utf-8")
-    module = load("cloister.protocols.sums.pooled_mean", tmp_path / "protocols" / "sums" / "pooled_mean.py")
-    monkeypatch.setattr(cloister.protocols.sums, "pooled_mean", module, raising=False)
+    module = load("cloister.mpc.sums.pooled_mean", tmp_path / "protocols" / "sums" / "pooled_mean.py")
+    monkeypatch.setattr(cloister.mpc.sums, "pooled_mean", module, raising=False)
     yield module, load("walked_test_pooled_mean", tmp_path / "protocols" / "sums" / "test_pooled_mean.py")
-    for name in ("cloister.protocols.sums.pooled_mean", "walked_test_pooled_mean"):
+    for name in ("cloister.mpc.sums.pooled_mean", "walked_test_pooled_mean"):
         sys.modules.pop(name)
 
 

@@ -12,9 +12,9 @@ from hypothesis.extra import numpy as hnp
 
 from cloister.disclosure import Rows, Thresholds, constant, join
 from cloister.errors import DataError, ParameterError
-from cloister.net.channel import Channel
-from cloister.net.receipts import Receipt
-from cloister.report.signed import signed_rows
+from cloister.mpc.net.channel import Channel
+from cloister.mpc.net.receipts import Receipt
+from cloister.report.provenance import signed_rows
 from cloister.study import Party
 
 LEAST = Thresholds(min_cells=10, min_donors=3)
@@ -281,7 +281,7 @@ class Wire:
     """A channel that only writes a receipt."""
 
     def __init__(self):
-        self.me, self._session = Party("basel"), self
+        self.me, self._endpoint = Party("basel"), self
         self.receipt = Receipt({"party": "basel"})
 
 

@@ -16,11 +16,11 @@ import pytest
 from cloister.cells.demo import demo_sites
 from cloister.demo import write_sites
 from cloister.study import parse_study
-from cloister.workflows.steps import check_steps
+from cloister.workflows.pipeline import check_steps
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "measured").glob("*.md"))]
-RUN = [p for p in PAGES if p.name != "deploy.md"]  # its commands need several machines; tests/runtime plays them
+RUN = [p for p in PAGES if p.name != "deploy.md"]  # its commands need several machines; tests/deploy plays them
 
 
 def named(page):

@@ -55,7 +55,7 @@ def test_many_changed_inputs(name):
 
 def test_a_target_raises_on_anything_but_its_own_error(monkeypatch):
     """The targets can fail: an error of another kind is not swallowed."""
-    module = sys.modules["cloister.net.wire"]
+    module = sys.modules["cloister.mpc.net.wire"]
     monkeypatch.setattr(module, "check_structure", lambda data: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         TARGETS["frame"](b"\x90")

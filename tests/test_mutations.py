@@ -16,9 +16,9 @@ from cloister.cells.demo import demo_sites
 from cloister.cells.files import write_cells
 from cloister.cli import main as cli
 from cloister.errors import CloisterError, WireError
-from cloister.net import wire
-from cloister.net.mailbox import Mailbox
-from cloister.run import rehearsal
+from cloister.mpc.net import wire
+from cloister.mpc.net.mailbox import Mailbox
+from cloister.rehearsal import rehearsal
 from cloister.study import Study
 
 STUDY = """\
@@ -336,7 +336,7 @@ def try_frames(frames, count, seed):
 def message_classes():
     import sys
 
-    from cloister.net import channel  # noqa: F401
+    from cloister.mpc.net import channel  # noqa: F401
 
     return {
         x

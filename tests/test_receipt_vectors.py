@@ -11,10 +11,10 @@ import rfc8785
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloister.crypto.agreement import check_signature
 from cloister.errors import CloisterError, ReceiptError
-from cloister.net.receipts import Entry, Receipt, _link, _row
-from cloister.net.seat import SIGNED
+from cloister.mpc.crypto.agreement import check_signature
+from cloister.mpc.net.receipts import Entry, Receipt, _link, _row
+from cloister.session import SIGNED
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "vectors" / "receipts"
@@ -67,7 +67,7 @@ def test_the_independent_verifier_judges_every_vector(tmp_path):
 @pytest.mark.skipif(NODE is None, reason="node is not installed")
 def test_the_independent_verifier_accepts_the_receipts_of_a_run(tmp_path):
     from cloister.cells.demo import demo_sites
-    from cloister.run.rehearsal import rehearse
+    from cloister.rehearsal.rehearsal import rehearse
 
     run = rehearse("bin-values", data=demo_sites())
     paths = [receipt.save(tmp_path / f"{party}.json") for party, receipt in run.receipts.items()]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cloister.errors import ProtocolAbort
-from cloister.protocols.sums import pooled_quantiles
+from cloister.mpc.sums import pooled_quantiles
 
 ROOT = Path(__file__).parents[1]
 
@@ -130,7 +130,7 @@ def test_every_security_mutant_fits_the_code_and_has_tests(monkeypatch):
 def test_a_weakened_function_is_the_mutants_and_its_call_is_heard(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     weaken = importlib.import_module("weaken")
-    module, file = pooled_quantiles, "protocols/sums/pooled_quantiles"
+    module, file = pooled_quantiles, "mpc/sums/pooled_quantiles"
     mutant = next(m for m in weaken.drawn(file) if m.name == "check_edges never aborts with 'edges'")
     before, heard, falling = {f: f.__code__ for f in weaken._loaded(module)}, [], np.array([2.0, 1.0])
     try:

@@ -8,7 +8,7 @@ import pytest
 import cloister as cl
 from cloister import protocols, workflows
 from cloister.errors import ParameterError, UsageError
-from cloister.net.seat import Outcome
+from cloister.session import Outcome
 from cloister.study import Study
 from cloister.workflows import Workflow, check_plan, get, options_of, warnings_of
 from cloister.workflows.modes import Mode
@@ -120,7 +120,7 @@ def test_sections_of_a_docstring_are_cut_out():
 
 
 def test_a_protocol_is_found_by_its_name_and_nothing_else_is_read():
-    assert protocols.load("secure_sum").__name__ == "cloister.protocols.sums.secure_sum"
+    assert protocols.load("secure_sum").__name__ == "cloister.mpc.sums.secure_sum"
     assert protocols.section("secure_sum", "Reveals").startswith("aggregator : ")
     assert protocols.docstring("../errors") == protocols.docstring("no_such") == ""
 
@@ -129,7 +129,7 @@ def test_every_workflow_has_a_public_function_of_its_name():
     assert [name.replace("_", "-") for name in cl._WORKFLOWS] == list(workflows.SHIPPED)
     for name in cl._WORKFLOWS:
         parameters = list(inspect.signature(getattr(cl, name)).parameters)
-        assert parameters[:2] == ["adata", "seat"], name
+        assert parameters[:2] == ["adata", "session"], name
         assert set(parameters[2:]) <= {"copy"}, name
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from cloister import _moved
 from cloister._version import __version__
 
 _WORKFLOWS = (  # each has a function of its name, the part of a site
@@ -32,15 +33,15 @@ _WORKFLOWS = (  # each has a function of its name, the part of a site
     "serve_model",
 )
 _PUBLIC = {
-    "rehearse": "run.rehearsal",
-    "Run": "run.run",
-    "Series": "run.run",
-    "join": "runtime.attend",
-    "take_part": "runtime.attend",
+    "rehearse": "rehearsal.rehearsal",
+    "Run": "rehearsal.run",
+    "Series": "rehearsal.run",
+    "join": "deploy.join",
+    "take_part": "deploy.join",
     "Study": "study",
     "Step": "study",
     "Party": "study",
-    "Receipt": "net.receipts",
+    "Receipt": "mpc.net.receipts",
     "read_cells": "cells.files",
     "write_cells": "cells.files",
     "demo_sites": "cells.demo",
@@ -48,19 +49,21 @@ _PUBLIC = {
     "demo_rows": "cells.demo",
     "demo_cohort": "cells.demo",
     "embed": "workflows.embed",
-    "FineTuned": "workflows.trained.fine_tuned",
-    "load_model": "workflows.trained",
-    "CellClassifier": "workflows.trained.cell_classifier",
-    "Integration": "workflows.trained.integration",
-    "place_in_space": "workflows.shared_pca",
-    "mapping_baselines": "workflows.baselines.mapping",
-    "group_baselines": "workflows.baselines.groups",
-    "cellcnn_baselines": "workflows.baselines.cellcnn",
-    "propagation_baselines": "workflows.baselines.propagation",
-    "adaptation_baselines": "workflows.baselines.adaptation",
-} | {name: f"workflows.{name}" for name in _WORKFLOWS}
+    "FineTuned": "workflows.saved_models.fine_tuned",
+    "load_model": "workflows.saved_models",
+    "CellClassifier": "workflows.saved_models.cell_classifier",
+    "Integration": "workflows.saved_models.integration",
+    "place_in_space": "workflows.shared_pca.workflow",
+    "mapping_baselines": "papers.baselines.mapping",
+    "group_baselines": "papers.baselines.groups",
+    "cellcnn_baselines": "papers.baselines.cellcnn",
+    "propagation_baselines": "papers.baselines.propagation",
+    "adaptation_baselines": "papers.baselines.adaptation",
+} | {name: f"workflows.{name}.workflow" for name in _WORKFLOWS}
 
 __all__ = ["__version__", *_PUBLIC]
+
+_moved.install()
 
 
 def __getattr__(name: str) -> Any:

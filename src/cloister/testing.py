@@ -25,16 +25,16 @@ from typing import Any
 
 import numpy as np
 
-from cloister.crypto.agreement import bind, hkdf
-from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ProtocolAbort
-from cloister.lies import INPUTS, LETTERS, Lie, Stage, all_lies, one_of_each, scaled
-from cloister.net.receipts import Entry
-from cloister.net.seat import Outcome, Seat
-from cloister.protocols.sums import common_seed
-from cloister.run.rehearsal import run_parties
-from cloister.run.run import Run
-from cloister.run.wires import Fault, Killed
+from cloister.mpc.crypto.agreement import bind, hkdf
+from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.net.receipts import Entry
+from cloister.mpc.sums import common_seed
+from cloister.mpc.testing.lies import INPUTS, LETTERS, Lie, Stage, all_lies, one_of_each, scaled
+from cloister.rehearsal.memory_transport import Fault, Killed
+from cloister.rehearsal.rehearsal import run_parties
+from cloister.rehearsal.run import Run
+from cloister.session import Outcome, Session
 from cloister.study import Party, Role, Study
 
 FRAMING = 400  # bytes of header and field names that one message may add to its payload
@@ -49,8 +49,8 @@ class Case:
 
 
 def name_of(module: Any) -> str:
-    """A protocol's name, which is its file's, in whichever folder."""
-    return str(module.__name__).rpartition(".")[2]
+    """What a protocol is called on the wire: its `PROTOCOL`, or else its file's name."""
+    return str(getattr(module, "PROTOCOL", "") or str(module.__name__).rpartition(".")[2])
 
 
 def dealt_seeds(sites: Sequence[Party], secret: bytes = bytes(range(32))) -> dict[Party, common_seed.Seed]:
@@ -94,9 +94,9 @@ def run_protocol(
     workflow = f"cloister.protocols.{name_of(module)}"
     study = Study(name="test", workflow=workflow, parties=parties, timeout=timeout, colluders=colluders)
 
-    def part_of(party: Party) -> Callable[[Seat, Any], Outcome]:
+    def part_of(party: Party) -> Callable[[Session, Any], Outcome]:
         role = parts_by_party[party]
-        return lambda seat, inputs: Outcome(result={"value": seat.run(role, case.params, *(inputs or ()))})
+        return lambda session, inputs: Outcome(result={"value": session.run(role, case.params, *(inputs or ()))})
 
     return run_parties(study, {p: part_of(p) for p in parties}, case.inputs, faults=faults, entropy=entropy)
 

@@ -13,23 +13,23 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("numba")
 
-from cloister.attacks import gradient_tail  # noqa: E402
 from cloister.cells import demo as demo_data  # noqa: E402
-from cloister.crypto.entropy import Entropy  # noqa: E402
-from cloister.crypto.owner_ckks import scheme  # noqa: E402
 from cloister.errors import RefusedError  # noqa: E402
 from cloister.models import polynomial  # noqa: E402
 from cloister.models.learner import Table  # noqa: E402
-from cloister.net import wire  # noqa: E402
-from cloister.protocols.fedavg.packed_words import gaussian  # noqa: E402
-from cloister.protocols.inference import model_card  # noqa: E402
-from cloister.protocols.inference.asking_state import Taps  # noqa: E402
-from cloister.run.rehearsal import rehearse, run_parties  # noqa: E402
-from cloister.run.run import workflow_part  # noqa: E402
+from cloister.mpc.crypto.entropy import Entropy  # noqa: E402
+from cloister.mpc.crypto.owner_ckks import scheme  # noqa: E402
+from cloister.mpc.net import wire  # noqa: E402
+from cloister.mpc.sums.packed_words import gaussian  # noqa: E402
+from cloister.papers.attacks import gradient_tail  # noqa: E402
+from cloister.rehearsal.rehearsal import rehearse, run_parties  # noqa: E402
+from cloister.rehearsal.run import workflow_part  # noqa: E402
 from cloister.study import Party  # noqa: E402
-from cloister.workflows import adapt_model  # noqa: E402
-from cloister.workflows.adaptation.asking import fingerprint, inputs_of  # noqa: E402
-from cloister.workflows.adaptation.training import learner_of  # noqa: E402
+from cloister.workflows.adapt_model import model_card  # noqa: E402
+from cloister.workflows.adapt_model import workflow as adapt_model  # noqa: E402
+from cloister.workflows.adapt_model.checkpoint import Taps  # noqa: E402
+from cloister.workflows.adapt_model.inference import fingerprint, inputs_of  # noqa: E402
+from cloister.workflows.adapt_model.training import learner_of  # noqa: E402
 from old_steps import fedavg_round  # noqa: E402
 
 UNITS = 8  # of the default adapter

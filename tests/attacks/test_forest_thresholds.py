@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from tests.old_steps import counted_forest as old
 
-from cloister.attacks import opened_forest
-from cloister.protocols.forest import counted_forest
-from cloister.protocols.forest.counted_forest import Outline, Params
-from cloister.protocols.sums import pooled_scaling
-from cloister.protocols.sums.tally import Plain
+from cloister.mpc.sums import pooled_scaling
+from cloister.mpc.sums.pooled_queries import Plain
+from cloister.papers.attacks import opened_forest
 from cloister.study import Party
+from cloister.workflows.find_outliers import counted_forest
+from cloister.workflows.find_outliers.counted_forest import Outline, Params
 
 HUB = Party("hub")
 SITES = tuple(Party(f"site-{i}") for i in range(3))

@@ -7,19 +7,19 @@ the coordinator chooses, the graph that it sees, and the engine `he`. Mode harde
 import numpy as np
 import pytest
 
-from cloister.attacks import propagation as attack
 from cloister.errors import ParameterError
-from cloister.protocols.fedavg import pseudo_labels
-from cloister.protocols.hamming import hamming_he
-from cloister.protocols.propagation import (
+from cloister.papers.attacks import propagation as attack
+from cloister.papers.hamming import hamming_he
+from cloister.study import Party
+from cloister.testing import Case, check_no_errors, run_protocol, values
+from cloister.workflows.fine_tune import pseudo_labels
+from cloister.workflows.propagate_labels import (
     chosen_settings,
     private_propagation,
     shared_scores,
     verified_propagation,
 )
-from cloister.protocols.propagation.propagation_terms import Params
-from cloister.study import Party
-from cloister.testing import Case, check_no_errors, run_protocol, values
+from cloister.workflows.propagate_labels.propagation_terms import Params
 
 HUB = Party("hub")
 SITES = tuple(map(Party, ("basel", "lugano", "vienna")))
@@ -124,7 +124,7 @@ def test_g3_semi_supervised_training_uses_the_hidden_graph():
 def test_n3_a_public_key_of_zeros_reveals_codes_in_the_old_step():
     """The second polynomial of an answer is then s(X) times that of the query, plus noise: s(X) are the code's bits."""
     pytest.importorskip("seal")
-    from cloister.crypto import bfv_matmul as he
+    from cloister.mpc.crypto import bfv_matmul as he
 
     K, M = Party("attacker"), Party("honest")
     params = hamming_he.Params(K, M, 2, 4, 256)

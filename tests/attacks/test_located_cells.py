@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from cloister.attacks import propagation as attack
 from cloister.models import graph
-from cloister.protocols.propagation import verified_propagation
-from cloister.protocols.propagation.propagation_terms import Params
+from cloister.papers.attacks import propagation as attack
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
+from cloister.workflows.propagate_labels import verified_propagation
+from cloister.workflows.propagate_labels.propagation_terms import Params
 
 BITS, K, TYPES = 4096, 5, 5
 HUB, SITES = Party("hub"), tuple(map(Party, ("basel", "lugano", "zurich")))

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import cloister as cl
-from cloister.attacks import trilateration
-from cloister.attacks.sent import Sent
 from cloister.cells import tables as cells
-from cloister.crypto.replicated import Ring
 from cloister.demo import attacks
-from cloister.protocols.knn import plain_knn
-from cloister.run.rehearsal import rehearse
+from cloister.mpc.crypto.replicated import Ring
+from cloister.papers import plain_knn
+from cloister.papers.attacks import trilateration
+from cloister.papers.attacks.sent import Sent
+from cloister.rehearsal.rehearsal import rehearse
 
 
 def attacked(mode):

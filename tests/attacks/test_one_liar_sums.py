@@ -1,8 +1,8 @@
 """One liar among those who add up: each attack reads its secret from a copy of the old step, and not from the new one.
 
 The copies (`old_*`) are the steps of a site as they were: what the coordinator tells is received and believed, and
-binds nothing. The liar's frames carry whatever run id their recipient waits for (`cloister.lies`), so that against the
-new steps only their own checks are in its way.
+binds nothing. The liar's frames carry whatever run id their recipient waits for (`cloister.mpc.testing.lies`), so that
+against the new steps only their own checks are in its way.
 """
 
 import asyncio
@@ -14,27 +14,28 @@ from tests.old_steps import pooled_quantiles as old_quantiles
 from tests.old_steps import shared_pca as old_pca
 
 from cloister.arrays import F32
-from cloister.crypto.agreement import KeyPair, agree, bind, hkdf, key_pair, seal, unseal
-from cloister.crypto.prg import expand
 from cloister.errors import PeerLost, ProtocolAbort
-from cloister.lies import Lie, Stage
-from cloister.net import wire
-from cloister.net.wire import message
-from cloister.protocols.fedavg import federated_training, training_terms
-from cloister.protocols.fedavg.training_parts import Offer
-from cloister.protocols.fedavg.training_terms import TAIL, Brings, Ready, Vocabulary, update_words
-from cloister.protocols.sums import (
-    attempts,
+from cloister.mpc.crypto.agreement import KeyPair, agree, bind, hkdf, key_pair, seal, unseal
+from cloister.mpc.crypto.prg import expand
+from cloister.mpc.net import wire
+from cloister.mpc.net.wire import message
+from cloister.mpc.sums import (
     checked_sum,
-    common_genes,
     common_seed,
     pooled_quantiles,
     pooled_scaling,
+    retry_without_dropouts,
     secure_sum,
-    shared_pca,
 )
+from cloister.mpc.testing.lies import Lie, Stage
+from cloister.papers import federated_training
 from cloister.study import Party
 from cloister.testing import Case, Fault, run_protocol, values
+from cloister.workflows.common import common_genes
+from cloister.workflows.fine_tune import training_terms
+from cloister.workflows.fine_tune.training_parts import Offer
+from cloister.workflows.fine_tune.training_terms import TAIL, Brings, Ready, Vocabulary, update_words
+from cloister.workflows.shared_pca import shared_pca
 
 HUB = Party("hub")
 SITES = tuple(map(Party, ("a", "b", "c")))
@@ -447,7 +448,7 @@ def test_e4_an_echo_of_ones_own_tag_confirms_three_different_seeds():
 
 async def tells_b_another_mean(ch, params):
     """Moves the mean of the first column at b by one, in the total of L2."""
-    post, seen = ch._session.post, []
+    post, seen = ch._endpoint.post, []
 
     def lying(to, scope, run, msg):
         if isinstance(msg, checked_sum.Total) and to == B:
@@ -458,7 +459,7 @@ async def tells_b_another_mean(ch, params):
                 msg = checked_sum.Total(z)
         post(to, scope, run, msg)
 
-    ch._session.post = lying
+    ch._endpoint.post = lying
     return await pooled_scaling.coordinator(ch, params)
 
 
@@ -612,12 +613,12 @@ async def measure(ch, sites):
 
 async def old_follow(ch, server, step):
     attempt, result = 0, None
-    go = await ch.recv(server, attempts.Go)
+    go = await ch.recv(server, retry_without_dropouts.Go)
     while not go.done:
         inner, control = ch.sub(f"try-{attempt}", go.sites), ch.sub(f"report-{attempt}")
         result = await step(inner, go.sites)
-        await control.send(server, attempts.Report(True))
-        go = await ch.recv(server, attempts.Go)
+        await control.send(server, retry_without_dropouts.Report(True))
+        go = await ch.recv(server, retry_without_dropouts.Go)
         attempt += 1
     return result, go.sites
 
@@ -633,7 +634,7 @@ SUBSETS = [(A, B, C), (A, B), (A, C), (A, B, C), (A, B), (A, C)]
 
 
 async def follows(ch, params):
-    await attempts.follow(ch, HUB, measure)
+    await retry_without_dropouts.follow(ch, HUB, measure)
 
 
 async def old_follows(ch, params):
@@ -644,12 +645,12 @@ async def subsets(ch, params):
     """Begins the step again and again, on subsets of its choice, and keeps what each opens."""
     read = []
     for attempt, sites in enumerate(SUBSETS):
-        await ch.broadcast([A], attempts.Go(sites, done=False))
-        inner, control = attempts._scopes(ch, attempt, sites)
+        await ch.broadcast([A], retry_without_dropouts.Go(sites, done=False))
+        inner, control = retry_without_dropouts._scopes(ch, attempt, sites)
         read.append((await inner.recv(A, Distance)).value)
-        await control.recv(A, attempts.Report)
+        await control.recv(A, retry_without_dropouts.Report)
         ch.reveal(read[-1], to=HUB, line="X1", what="a distance", protocol="toy")
-    await ch.broadcast([A], attempts.Go(SUBSETS[-1], done=True))
+    await ch.broadcast([A], retry_without_dropouts.Go(SUBSETS[-1], done=True))
     return read
 
 
@@ -723,17 +724,19 @@ def old_lost(done):
 def test_r3_a_liar_does_not_get_honest_sites_left_out(monkeypatch, old, code):
     """c sends b what b must refuse. Old: b counted as gone, and a's secret opened as the sum without b less c's own."""
     if old:
-        monkeypatch.setattr(attempts, "_lost", old_lost)
-        monkeypatch.setattr(attempts, "still_there", lambda ch, sites: tuple(u for u in sites if not ch.lost(u)))
+        monkeypatch.setattr(retry_without_dropouts, "_lost", old_lost)
+        monkeypatch.setattr(
+            retry_without_dropouts, "still_there", lambda ch, sites: tuple(u for u in sites if not ch.lost(u))
+        )
 
     async def leads(ch, params):
-        return await attempts.lead(ch, SITES, 2, add_opened)
+        return await retry_without_dropouts.lead(ch, SITES, 2, add_opened)
 
     async def honest(ch, params):
-        return (await attempts.follow(ch, HUB, sums_words(code)))[1]
+        return (await retry_without_dropouts.follow(ch, HUB, sums_words(code)))[1]
 
     async def liar(ch, params):
-        return (await attempts.follow(ch, HUB, lies_to(B)))[1]
+        return (await retry_without_dropouts.follow(ch, HUB, lies_to(B)))[1]
 
     run = run_protocol(toy, Case((), {}), roles={HUB: leads, A: honest, B: honest, C: liar}, timeout=3.0)
     assert (run.errors[B].code, run.errors[B].heard) == (code, False)
@@ -752,20 +755,20 @@ def test_r3_a_liar_does_not_get_honest_sites_left_out(monkeypatch, old, code):
 def test_r3_nor_does_a_lying_coordinator_go_on_without_who_found_something_wrong(monkeypatch, old):
     """The coordinator begins again without b, though a has heard what b found. Old: a did not look, and went on."""
     if old:
-        monkeypatch.setattr(attempts, "_lost", old_lost)
-        monkeypatch.setattr(attempts, "still_there", lambda ch, sites: tuple(sites))
+        monkeypatch.setattr(retry_without_dropouts, "_lost", old_lost)
+        monkeypatch.setattr(retry_without_dropouts, "still_there", lambda ch, sites: tuple(sites))
 
     async def leads(ch, params):
         for attempt, sites in enumerate((SITES, (A, C))):
-            await ch.broadcast(sites, attempts.Go(sites, done=False))
-            inner, control = attempts._scopes(ch, attempt, sites)
+            await ch.broadcast(sites, retry_without_dropouts.Go(sites, done=False))
+            inner, control = retry_without_dropouts._scopes(ch, attempt, sites)
             opened = await inner.gather(sites, Opened, quorum=0)
-            await control.gather(sites, attempts.Report, quorum=0)
-        await ch.broadcast((A, C), attempts.Go((A, C), done=True))
+            await control.gather(sites, retry_without_dropouts.Report, quorum=0)
+        await ch.broadcast((A, C), retry_without_dropouts.Go((A, C), done=True))
         return sum(m.value for m in opened.values())
 
     async def honest(ch, params):
-        return (await attempts.follow(ch, HUB, sums_words("proof")))[1]
+        return (await retry_without_dropouts.follow(ch, HUB, sums_words("proof")))[1]
 
     async def hears(ch, params):
         async def step(inner, sites):
@@ -773,10 +776,10 @@ def test_r3_nor_does_a_lying_coordinator_go_on_without_who_found_something_wrong
             while B in sites and inner.stopped(B) is None:  # what b found is on its way
                 await asyncio.sleep(0.01)
 
-        return (await attempts.follow(ch, HUB, step))[1]
+        return (await retry_without_dropouts.follow(ch, HUB, step))[1]
 
     async def liar(ch, params):
-        return (await attempts.follow(ch, HUB, lies_to(B)))[1]
+        return (await retry_without_dropouts.follow(ch, HUB, lies_to(B)))[1]
 
     run = run_protocol(toy, Case((), {}), roles={HUB: leads, A: hears, B: honest, C: liar}, timeout=3.0)
     if old:
@@ -788,10 +791,10 @@ def test_r3_nor_does_a_lying_coordinator_go_on_without_who_found_something_wrong
 
 def test_r3_who_is_gone_is_left_out_as_before():
     async def leads(ch, params):
-        return await attempts.lead(ch, SITES, 2, add_opened)
+        return await retry_without_dropouts.lead(ch, SITES, 2, add_opened)
 
     async def honest(ch, params):
-        return (await attempts.follow(ch, HUB, sums_words("proof")))[1]
+        return (await retry_without_dropouts.follow(ch, HUB, sums_words("proof")))[1]
 
     faults = [Fault("kill", B, None, "toy.Word")]
     run = run_protocol(toy, Case((), {}), roles={HUB: leads} | dict.fromkeys(SITES, honest), faults=faults, timeout=1.0)

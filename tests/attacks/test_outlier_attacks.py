@@ -5,14 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloister.attacks import masked_rows, opened_forest
-from cloister.crypto import paillier
-from cloister.crypto.prg import Prg
-from cloister.protocols.forest import counted_forest, masked_forest
-from cloister.protocols.sums import checked_sum, pooled_scaling
+from cloister.mpc.crypto import paillier
+from cloister.mpc.crypto.prg import Prg
+from cloister.mpc.sums import checked_sum, pooled_scaling
+from cloister.papers import masked_forest
+from cloister.papers.attacks import masked_rows, opened_forest
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, fixed_entropy, run_protocol, transcript, values
-from cloister.workflows.find_outliers import SAMPLE
+from cloister.workflows.find_outliers import counted_forest
+from cloister.workflows.find_outliers.workflow import SAMPLE
 
 P, A, HUB = Party("principal"), Party("auxiliary"), Party("hub")
 SITES = tuple(Party(f"site-{i}") for i in range(3))

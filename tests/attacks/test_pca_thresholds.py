@@ -6,10 +6,10 @@ from tests.old_steps import shared_pca as old
 
 from cloister.disclosure import Thresholds
 from cloister.errors import ProtocolAbort
-from cloister.protocols.sums import shared_pca
-from cloister.protocols.sums.gene_moments import Cells
-from cloister.protocols.sums.shared_pca import Chosen, Own, Params
 from cloister.study import Party
+from cloister.workflows.common.gene_moments import Cells
+from cloister.workflows.shared_pca import shared_pca
+from cloister.workflows.shared_pca.shared_pca import Chosen, Own, Params
 
 HUB, SITES = Party("hub"), tuple(map(Party, "abc"))
 GENES, N = 30, 400

@@ -3,8 +3,8 @@
 import numpy as np
 
 from cloister.disclosure import Thresholds
-from cloister.protocols.sums import shared_pca
 from cloister.study import Party
+from cloister.workflows.shared_pca import shared_pca
 
 SITES, HUB = tuple(map(Party, ("basel", "lugano", "vienna"))), Party("hub")
 PARAMS = shared_pca.Params(SITES, HUB, n_top_genes=3, n_components=2)

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from cloister.attacks import propagation as attack
 from cloister.models import graph
-from cloister.protocols.propagation import label_propagation, private_propagation
-from cloister.protocols.propagation.propagation_terms import Params, label_codes
+from cloister.papers import label_propagation
+from cloister.papers.attacks import propagation as attack
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, fixed_entropy, run_protocol, values
-from cloister.workflows.propagate_labels import Options
+from cloister.workflows.propagate_labels import private_propagation
+from cloister.workflows.propagate_labels.propagation_terms import Params, label_codes
+from cloister.workflows.propagate_labels.workflow import Options
 
 HUB, SPY = Party("hub"), Party("site-0")
 BITS = 2048

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from cloister.crypto import sum_tags
-from cloister.protocols.logistic import openings, pooled_logistic
-from cloister.protocols.logistic.logistic_terms import Labelled, Params
-from cloister.protocols.sums import checked_sum, same_view
+from cloister.mpc.crypto import sum_tags
+from cloister.mpc.sums import checked_sum, consistency_check
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
+from cloister.workflows.train_classifier import openings, pooled_logistic
+from cloister.workflows.train_classifier.logistic_terms import Labelled, Params
 from old_steps import linear_sum_tags
 
 HUB, SITES = Party("hub"), tuple(map(Party, ("a", "b", "c")))
@@ -126,7 +126,7 @@ def test_three_sites_with_three_models(honest, monkeypatch):
         use_linear_tags(compared)
         run = attack(in_the_last_sum, linear_sum_tags)
         assert not set(SITES) & set(values(run))
-        assert {e.protocol for u, e in run.errors.items() if u in SITES and not e.heard} <= {same_view.NAME}
+        assert {e.protocol for u, e in run.errors.items() if u in SITES and not e.heard} <= {consistency_check.NAME}
     run = attack(in_the_last_sum, sum_tags)
     assert {run.errors[u].code for u in SITES[1:]} == {"changed"}
     assert not set(SITES) & set(values(run))

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from cloister.errors import ProtocolAbort
-from cloister.protocols.propagation import propagation_terms, verified_propagation
-from cloister.protocols.propagation.propagation_terms import Params
-from cloister.protocols.propagation.verified_propagation import Progress
-from cloister.protocols.sharing.verified_linear import Open
-from cloister.protocols.sums import attempts
+from cloister.mpc.sums import retry_without_dropouts
+from cloister.mpc.three_party.verified_linear import Open
 from cloister.study import Party
 from cloister.testing import Case, run_protocol, values
+from cloister.workflows.propagate_labels import propagation_terms, verified_propagation
+from cloister.workflows.propagate_labels.propagation_terms import Params
+from cloister.workflows.propagate_labels.verified_propagation import Progress
 
 HUB = Party("hub")
 SITES = tuple(map(Party, ("basel", "geneva", "lugano", "vienna", "zurich")))
@@ -34,19 +34,19 @@ def twice(seen):
 
     async def malicious(ch, params, *, entropy, identity):
         roster = await propagation_terms.open_study(ch, params)
-        named = await attempts.survivors(ch, roster.sites, propagation_terms.Classes, 2)
+        named = await retry_without_dropouts.survivors(ch, roster.sites, propagation_terms.Classes, 2)
         classes, inner = next(iter(named.values())).count, ch.sub("hidden")
         for attempt, sites in enumerate((SITES, REST)):
-            await inner.broadcast(sites, attempts.Go(sites, done=False))
-            scope, control = attempts._scopes(inner, attempt, sites)
+            await inner.broadcast(sites, retry_without_dropouts.Go(sites, done=False))
+            scope, control = retry_without_dropouts._scopes(inner, attempt, sites)
             plan = verified_propagation._plan(params, roster, sites, classes)
             work = verified_propagation._compute(
                 scope, plan, None, None, Progress(), entropy=entropy, identity=identity
             )
             seen.append((await asyncio.wait_for(work, 20))[0])
             finished = SITES[:3] if attempt == 0 else REST
-            await control.gather(finished, attempts.Report)
-            await inner.scatter(finished, attempts.Go(sites, done=True))
+            await control.gather(finished, retry_without_dropouts.Report)
+            await inner.scatter(finished, retry_without_dropouts.Go(sites, done=True))
 
     return malicious
 

@@ -10,18 +10,19 @@ import re
 import numpy as np
 import pytest
 
-from cloister.attacks import single_site
-from cloister.attacks.sent import Sent
 from cloister.cells import demo as demo_data
-from cloister.crypto.owner_ckks import scheme
-from cloister.crypto.owner_ckks.ring import random_below
 from cloister.demo import attacks, models, statistics
 from cloister.demo.story import Story
 from cloister.models import cellcnn, polynomial
-from cloister.net import wire
-from cloister.protocols.cellcnn import clear_training, encrypted_training
-from cloister.protocols.sums import secure_sum
+from cloister.mpc.crypto.owner_ckks import scheme
+from cloister.mpc.crypto.owner_ckks.ring import random_below
+from cloister.mpc.net import wire
+from cloister.mpc.sums import secure_sum
+from cloister.papers import clear_training
+from cloister.papers.attacks import single_site
+from cloister.papers.attacks.sent import Sent
 from cloister.study import Party
+from cloister.workflows.train_cellcnn import encrypted_training
 
 SITES = ("basel", "lugano", "vienna")
 

@@ -13,9 +13,18 @@ import numpy as np
 
 from cloister.disclosure import Thresholds
 from cloister.models import voom
-from cloister.protocols.groups import contrast_steps
-from cloister.protocols.groups.contrast_terms import GRAIN, LEAST_COUNT, Bulk, Donors, Params, Part, Table, part_of
 from cloister.study import Party
+from cloister.workflows.compare_groups import contrast_steps
+from cloister.workflows.compare_groups.contrast_terms import (
+    GRAIN,
+    LEAST_COUNT,
+    Bulk,
+    Donors,
+    Params,
+    Part,
+    Table,
+    part_of,
+)
 
 SITES, HUB = tuple(map(Party, "abc")), Party("hub")
 CASE = np.array([0, 0, 0, 0, 1, 1, 1], bool)

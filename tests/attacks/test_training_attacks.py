@@ -11,18 +11,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cloister.attacks import gradient_tail  # noqa: E402
 from cloister.cells import demo as demo_data  # noqa: E402
-from cloister.crypto.entropy import Entropy  # noqa: E402
 from cloister.errors import ProtocolAbort  # noqa: E402
 from cloister.models.classifier import Blueprint, make  # noqa: E402
 from cloister.models.learner import Learner, Recipe, Table  # noqa: E402
-from cloister.protocols.fedavg import checked_training  # noqa: E402
-from cloister.protocols.fedavg.packed_words import gaussian  # noqa: E402
-from cloister.protocols.fedavg.training_parts import Offer  # noqa: E402
-from cloister.protocols.sums import checked_sum, common_seed  # noqa: E402
+from cloister.mpc.crypto.entropy import Entropy  # noqa: E402
+from cloister.mpc.sums import checked_sum, common_seed  # noqa: E402
+from cloister.mpc.sums.packed_words import gaussian  # noqa: E402
+from cloister.papers.attacks import gradient_tail  # noqa: E402
 from cloister.study import Party  # noqa: E402
 from cloister.testing import Case, run_protocol  # noqa: E402
+from cloister.workflows.fine_tune import checked_training  # noqa: E402
+from cloister.workflows.fine_tune.training_parts import Offer  # noqa: E402
 from old_steps import fedavg_round  # noqa: E402
 
 HIDDEN = 128

@@ -131,7 +131,7 @@ def test_a_header_that_claims_more_than_its_member_holds_is_refused(tmp_path):
 
 def test_the_providers_model_the_adapter_and_cells_are_read_that_way(tmp_path):
     from cloister.models.polynomial import Encoder
-    from cloister.workflows.trained import load_model
+    from cloister.workflows.saved_models import load_model
 
     path = archive(tmp_path / "model.npz", {"meta": header((10**10,)) + bytes(100), "X": header((1,)) + bytes(8)})
     for load in (Encoder.load, load_model, read_cells):

@@ -21,7 +21,7 @@ from cloister.cells.files import read_cells, write_cells
 from cloister.cells.genes import gene_tables
 from cloister.cells.ontology import cell_ontology
 from cloister.cli import main as cli
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.rehearsal import rehearse
 from cloister.study import parse_study
 
 SITES = ("USZ", "PW030", "basel")

@@ -10,7 +10,7 @@ from cloister.cells.files import read_cells, write_cells
 from cloister.cells.labels import labels_of, split_label, write_labels
 from cloister.cells.tables import check_cells
 from cloister.errors import DataError, ParameterError
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.rehearsal import rehearse
 
 IDS = {"T": "CL:0000084", "B": "CL:0000236", "AT2": None}
 

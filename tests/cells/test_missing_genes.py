@@ -11,7 +11,7 @@ from cloister.cells.missing_genes import fill_missing
 from cloister.cells.values import rows_of
 from cloister.errors import DataError
 from cloister.models.linear import LinearModel
-from cloister.workflows.trained.cell_classifier import CellClassifier
+from cloister.workflows.saved_models.cell_classifier import CellClassifier
 
 GENES = [f"GENE{i}" for i in range(100)]
 

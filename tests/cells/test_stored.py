@@ -18,8 +18,8 @@ from cloister.cells.demo import demo_sites
 from cloister.cells.files import open_cells, read_cells, write_cells
 from cloister.cells.stored import StoredCells
 from cloister.errors import DataError
-from cloister.run.rehearsal import rehearse
-from cloister.run.results import save_run
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.rehearsal.results import save_run
 from cloister.testing import fixed_entropy
 
 N, GENES = 60, 40
@@ -155,7 +155,7 @@ def stream_everything(monkeypatch):
     monkeypatch.setattr("cloister.cells.files.IN_MEMORY", 0)
     monkeypatch.setitem(cell_values.blocks.__kwdefaults__, "entries", 50_000)
     monkeypatch.setattr(cell_values, "_STORED", 3000)
-    monkeypatch.setattr("cloister.protocols.sums.gene_moments.BLOCK", 20_000)
+    monkeypatch.setattr("cloister.workflows.common.gene_moments.BLOCK", 20_000)
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def rehearse_same(workflow, data, monkeypatch, **options):
     """A run whose parties draw what they draw in every other such run: forests and masks are the same."""
     with monkeypatch.context() as patch:
         parties = iter(range(100))
-        patch.setattr("cloister.run.rehearsal.Entropy", lambda: fixed_entropy("streamed")(str(next(parties))))
+        patch.setattr("cloister.rehearsal.rehearsal.Entropy", lambda: fixed_entropy("streamed")(str(next(parties))))
         return rehearse(workflow, data, **options)
 
 
@@ -234,7 +234,7 @@ def test_few_different_values_are_read_once_and_many_again_without_their_places(
         write_cells(adata, tmp_path / f"{site}.h5ad")
     loaded = rehearse_same("bin-values", sites, monkeypatch, layer=layer)
     stream_everything(monkeypatch)
-    monkeypatch.setattr("cloister.cells.tally.MOST", most)
+    monkeypatch.setattr("cloister.mpc.sums.value_counts.MOST", most)
     on_disk = {site: read_cells(tmp_path / f"{site}.h5ad", backed=True) for site in sites}
     seen = reads(monkeypatch)
     streamed = rehearse_same("bin-values", on_disk, monkeypatch, layer=layer)
@@ -256,7 +256,7 @@ def test_places_that_are_stored_twice_are_added_up_however_often_they_are_read(f
         first = file["X/indptr"][at]
         file["X/indices"][first + 1] = file["X/indices"][first]
     stream_everything(monkeypatch)
-    monkeypatch.setattr("cloister.cells.tally.MOST", most)
+    monkeypatch.setattr("cloister.mpc.sums.value_counts.MOST", most)
     twice = read_cells(tmp_path / "a.h5ad", backed=True)
     wanted = dense(read_cells(tmp_path / "a.h5ad").X)
     wanted = np.sort(wanted[wanted != 0])
@@ -317,7 +317,7 @@ def test_shared_data_streamed_gives_what_it_gives_loaded(name, tmp_path, monkeyp
 
 
 def test_reading_is_told_to_the_progress_bar(paths, monkeypatch):
-    monkeypatch.setattr("cloister.cells.pace._TELL", 0.0)
+    monkeypatch.setattr("cloister.cells.progress._TELL", 0.0)
     events = []
     rehearse("bin-values", paths, on_event=events.append)
     told = [e for e in events if e.protocol == "reading"]
@@ -419,7 +419,7 @@ def test_a_site_with_too_few_donors_is_refused_before_anything_is_sent(workflow,
     run = rehearse(workflow, sites, **options)
     assert run.receipts["basel"].header["counted"] == "donors"
     assert rehearse(workflow, sites, **OPTIONS[workflow]).receipts["basel"].header["counted"] == "cells"
-    monkeypatch.setattr("cloister.run.rehearsal.run_parties", lambda *a, **k: pytest.fail("something was sent"))
+    monkeypatch.setattr("cloister.rehearsal.rehearsal.run_parties", lambda *a, **k: pytest.fail("something was sent"))
     sites["lugano"].obs["donor"] = np.resize(["a", "b"], sites["lugano"].n_obs)
     with pytest.raises(DataError, match="site 'lugano': 2 donors, fewer than 3"):
         rehearse(workflow, sites, **options)

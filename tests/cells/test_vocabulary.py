@@ -10,7 +10,7 @@ from cloister.cells.names import label_words
 from cloister.cells.ontology import cell_ontology
 from cloister.cells.vocabulary import Rules, compare_labels, rename_labels
 from cloister.errors import ParameterError, ProtocolAbort
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.rehearsal import rehearse
 from cloister.study import format_study, parse_study
 
 VERSION = cell_ontology().version

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from cloister.cells.files import read_cells, write_cells
 from cloister.cli.main import app
 from cloister.models.harmony import Settings, Shifts, Trail
-from cloister.workflows.trained.integration import Integration
+from cloister.workflows.saved_models.integration import Integration
 
 ad = pytest.importorskip("anndata")
 

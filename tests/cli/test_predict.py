@@ -6,7 +6,7 @@ import pytest
 from cloister.cells import demo as demo_data
 from cloister.cells.files import read_cells, write_cells
 from cloister.cli.main import main
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.rehearsal import rehearse
 
 
 def run_cli(monkeypatch, capsys, *words):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from cloister.models import voom
-from cloister.protocols.groups.contrast_terms import Part
+from cloister.workflows.compare_groups.contrast_terms import Part
 
 SITE_DONORS = 2  # of a group; levels, columns and weights had no threshold at a site
 

@@ -6,9 +6,9 @@ the honest sites' rows down to single ones, and leaf counts are theirs as well.
 
 import numpy as np
 
-from cloister.attacks.opened_forest import View
 from cloister.models import isolation_forest as iforest
-from cloister.protocols.forest.node_ranges import Grid
+from cloister.papers.attacks.opened_forest import View
+from cloister.workflows.find_outliers.node_ranges import Grid
 
 
 def opened(Z, *, trees=100, sample=256, least=8, cells=64, rng):

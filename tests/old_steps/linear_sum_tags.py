@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from cloister.arrays import U64
-from cloister.crypto.agreement import bind, hkdf
-from cloister.crypto.prg import expand
 from cloister.errors import ProtocolAbort
-from cloister.protocols.sums import checked_sum
+from cloister.mpc.crypto.agreement import bind, hkdf
+from cloister.mpc.crypto.prg import expand
+from cloister.mpc.sums import checked_sum
 
 PRIME = MODULUS = (1 << 61) - 1
 HALF = 31

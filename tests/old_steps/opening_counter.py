@@ -1,7 +1,7 @@
 """How openings of a key share were counted before N5: read when keys are loaded, written when they are spent."""
 
-from cloister.crypto.ckks.chain import OPENINGS
 from cloister.errors import ParameterError
+from cloister.mpc.crypto.ckks.parameters import OPENINGS
 
 
 class OldKeys:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cloister.crypto.agreement import bind, hkdf
-from cloister.crypto.prg import Prg
 from cloister.errors import ProtocolAbort
-from cloister.protocols.sums import checked_sum, secure_sum
+from cloister.mpc.crypto.agreement import bind, hkdf
+from cloister.mpc.crypto.prg import Prg
+from cloister.mpc.sums import checked_sum, secure_sum
 
 PRIME, HALF = (1 << 89) - 1, 44
 

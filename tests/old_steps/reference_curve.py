@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cloister.protocols.knn.reference_distances import UNIT, nearest_others
+from cloister.workflows.map_labels.reference_distances import UNIT, nearest_others
 
 
 def curve(params, x):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cloister.protocols.sums import shared_pca
+from cloister.workflows.shared_pca import shared_pca
 
 
 def sum_of_z(log, mean, deviation, bound=10.0):

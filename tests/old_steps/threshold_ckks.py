@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 
-from cloister.crypto.ckks import scheme as ckks
-from cloister.crypto.lattice.ring import SIGMA
-from cloister.crypto.lattice.slots import SlotMap, embedding
 from cloister.errors import ProtocolAbort
-from cloister.protocols.cellcnn.cellcnn_circuit import add_over_markers, gradient
-from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT
+from cloister.mpc.crypto.ckks import scheme as ckks
+from cloister.mpc.crypto.rns.ring import SIGMA
+from cloister.mpc.crypto.rns.slots import SlotMap, embedding
+from cloister.workflows.train_cellcnn.cellcnn_circuit import add_over_markers, gradient
+from cloister.workflows.train_cellcnn.level_schedule import PRODUCT
 
 
 def gradient_ciphers(c, L, model, X, Y, keys, entropy):

@@ -9,13 +9,13 @@ import pytest
 pytest.importorskip("nvflare")
 from cloister.cells.demo import demo_sites
 from cloister.cells.files import write_cells
-from cloister.net.journal import SUFFIX, Journal
-from cloister.net.receipts import Entry, Receipt
+from cloister.deploy.approval.recovery import recover
+from cloister.deploy.kit import Kit
+from cloister.deploy.provision import provision
+from cloister.deploy.service import Service
+from cloister.mpc.net.journal import SUFFIX, Journal
+from cloister.mpc.net.receipts import Entry, Receipt
 from cloister.page import server
-from cloister.runtime.kit import Kit
-from cloister.runtime.provision import provision
-from cloister.runtime.service import Service
-from cloister.runtime.sign_off.recovery import recover
 from cloister.study import Study
 
 PARTIES = {"hub": "coordinator", "basel": "site", "lugano": "site", "vienna": "site"}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cloister.net.events import Event
-from cloister.runtime.logs import Teller
+from cloister.deploy.logs import Teller
+from cloister.mpc.net.events import Event
 from cloister.study import Party
 
 RUN = "20260131T120000Z-3f2a9c1e"

@@ -3,10 +3,10 @@
 import pytest
 
 from browser import problems, requests
+from cloister.deploy.logs import Teller
 from cloister.errors import RefusedError
-from cloister.net.events import Event
+from cloister.mpc.net.events import Event
 from cloister.page import server
-from cloister.runtime.logs import Teller
 from cloister.study import Party
 
 RUN = "20260131T120000Z-3f2a9c1e"

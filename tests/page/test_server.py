@@ -12,15 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from cloister.deploy import sandbox
+from cloister.deploy.approval import halting
+from cloister.deploy.logs import Teller
 from cloister.errors import RefusedError, UsageError
-from cloister.net.events import Event
+from cloister.mpc.net.events import Event
 from cloister.page import server, view
 from cloister.page.server import TOKEN
 from cloister.page.state import State
-from cloister.run.progress import Standing
-from cloister.runtime import sandbox
-from cloister.runtime.logs import Teller
-from cloister.runtime.sign_off import halting
+from cloister.rehearsal.progress import Standing
 from cloister.study import Party, Step, Study
 
 RUN = "20260131T120000Z-3f2a9c1e"

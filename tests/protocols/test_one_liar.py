@@ -5,25 +5,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cloister.crypto import paillier
-from cloister.protocols.fedavg import checked_training, federated_training
-from cloister.protocols.fedavg.training_parts import Offer
-from cloister.protocols.forest import counted_forest, masked_forest, private_slots
-from cloister.protocols.sums import (
-    attempts,
-    averaged_quantiles,
-    common_genes,
+from cloister.mpc.crypto import paillier
+from cloister.mpc.sums import (
     common_seed,
+    consistency_check,
     count_tests,
     pooled_quantiles,
     pooled_scaling,
-    row_sums,
-    same_view,
+    retry_without_dropouts,
     secure_sum,
-    shared_pca,
 )
+from cloister.papers import averaged_quantiles, federated_training, masked_forest, private_slots, row_sums
 from cloister.study import Party
 from cloister.testing import Case, check_lies
+from cloister.workflows.common import common_genes
+from cloister.workflows.find_outliers import counted_forest
+from cloister.workflows.fine_tune import checked_training
+from cloister.workflows.fine_tune.training_parts import Offer
+from cloister.workflows.shared_pca import shared_pca
 
 HUB, AUX = Party("hub"), Party("aux")
 SITES = tuple(map(Party, ("a", "b", "c")))
@@ -269,18 +268,20 @@ async def lead(ch, params):
     async def step(inner, sites):
         return sites
 
-    return (await attempts.lead(ch, SITES, 2, step))[1]
+    return (await retry_without_dropouts.lead(ch, SITES, 2, step))[1]
 
 
 async def follow(ch, params):
     async def step(inner, sites):
         return sites
 
-    return (await attempts.follow(ch, HUB, step))[1]
+    return (await retry_without_dropouts.follow(ch, HUB, step))[1]
 
 
 ATTEMPTS = SimpleNamespace(
-    __name__="attempts", __doc__=attempts.__doc__, roles=lambda params: {HUB: lead} | dict.fromkeys(SITES, follow)
+    __name__="attempts",
+    __doc__=retry_without_dropouts.__doc__,
+    roles=lambda params: {HUB: lead} | dict.fromkeys(SITES, follow),
 )
 
 
@@ -305,7 +306,12 @@ QUESTIONS = {
         computed(row_sums),
         {"server": "abcf", "site": "bcf"},
     ),
-    "same_view": (same_view, [Case(same_view.Params(SITES, HUB), {})], lambda c: lambda lie, found: None, {}),
+    "same_view": (
+        consistency_check,
+        [Case(consistency_check.Params(SITES, HUB), {})],
+        lambda c: lambda lie, found: None,
+        {},
+    ),
     "attempts": (ATTEMPTS, [Case((), {})], right_list, {}),
     "common_seed": (common_seed, [Case(common_seed.Params(SITES, HUB), {})], lambda c: same(lambda v: v.secret), {}),
     "common_genes": (

@@ -10,27 +10,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from knn_cases import ASK, agree
+from knn_cases import case as knn_case
 
 from cloister.models import graph
-from cloister.protocols.hamming import hamming_mpc, oblivious_transfer, secure_hamming
-from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn, verified_knn
-from cloister.protocols.propagation import (
+from cloister.papers import label_propagation, plain_knn, published_knn
+from cloister.papers.hamming import hamming_mpc, oblivious_transfer, secure_hamming
+from cloister.study import Party
+from cloister.testing import Case, Lies, check_lies
+from cloister.workflows.map_labels import mapping_terms, private_knn, verified_knn
+from cloister.workflows.propagate_labels import (
     chosen_settings,
     class_means,
-    label_propagation,
     point_roster,
     private_graph,
     private_propagation,
     shared_scores,
     verified_propagation,
 )
-from cloister.protocols.propagation.propagation_terms import Params as PropagationParams
-from cloister.study import Party
-from cloister.testing import Case, Lies, check_lies
-
-sys.path.insert(0, str(Path(__file__).parent))
-from knn_cases import ASK, agree
-from knn_cases import case as knn_case
+from cloister.workflows.propagate_labels.propagation_terms import Params as PropagationParams
 
 HUB = Party("hub")
 SITES = tuple(map(Party, ("basel", "lugano", "vienna")))
@@ -70,7 +68,7 @@ def apart():
 
 def terms():
     def holding(rows, norm, names):
-        return mapping_terms.Holding(4, rows, mapping_terms.rounded(rows, 0), norm, names)
+        return mapping_terms.LocalInput(4, rows, mapping_terms.rounded(rows, 0), norm, names)
 
     given = {ASK: holding(9, 4.1, ()), SITES[0]: holding(70, 0.3, ("a", "b")), SITES[1]: holding(2, 7.9, ("c",))}
     return Case(mapping_terms.Params(HUB, ASK, SITES[:2], (ASK, *SITES[:2]), 3), {p: (h,) for p, h in given.items()})
@@ -222,7 +220,7 @@ SEMI_HONEST = {
 
 def single_bits(*, full=False, count=1000, seed=8, **_):
     """One bit of anything that a party of `verified_knn` computes or says, at random."""
-    sys.path.insert(0, str(Path(__file__).parent / "sharing"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "mpc" / "three_party"))
     from test_verified import check_random_lies
 
     tried = count if full else 12

@@ -11,28 +11,28 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cloister.cells.tally import Table
-from cloister.crypto import sharing
-from cloister.crypto.agreement import Identity, key_pair
-from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ProtocolAbort
-from cloister.net import wire
-from cloister.protocols.fedavg import training_terms
-from cloister.protocols.fedavg.pseudo_labels import Pseudo
-from cloister.protocols.forest import counted_forest
-from cloister.protocols.sums import (
-    attempts,
-    common_genes,
+from cloister.mpc.crypto import shamir
+from cloister.mpc.crypto.agreement import Identity, key_pair
+from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.net import wire
+from cloister.mpc.sums import (
     common_seed,
+    consistency_check,
     pooled_quantiles,
     pooled_scaling,
-    row_sums,
-    same_view,
+    retry_without_dropouts,
     secure_sum,
-    shared_pca,
-    signed,
+    signatures,
 )
+from cloister.mpc.sums.value_counts import Table
+from cloister.papers import row_sums
 from cloister.study import Party
+from cloister.workflows.common import common_genes
+from cloister.workflows.find_outliers import counted_forest
+from cloister.workflows.fine_tune import training_terms
+from cloister.workflows.fine_tune.pseudo_labels import Pseudo
+from cloister.workflows.shared_pca import shared_pca
 
 HUB = Party("hub")
 SITES = A, B, C, D, E = tuple(map(Party, "abcde"))
@@ -105,7 +105,7 @@ def test_survivors_with_one_thing_wrong(survivors):
 
 
 def test_fewer_shares_than_t_open_nothing():
-    shares = sharing.share(bytes(range(32)), SUM.t, [SUM.point(u) for u in SITES], Entropy())
+    shares = shamir.share(bytes(range(32)), SUM.t, [SUM.point(u) for u in SITES], Entropy())
     answers = {u: secure_sum.Unmask({B: shares[SUM.point(u)]}, {}) for u in (A, B, C)}
     assert secure_sum._combine(SUM, answers, B, "seed_shares") == bytes(range(32))
     silent = answers | {C: secure_sum.Unmask({}, {})}
@@ -113,7 +113,7 @@ def test_fewer_shares_than_t_open_nothing():
 
 
 def test_who_has_no_key_in_the_study_is_named():
-    check = functools.partial(signed.check_signed, protocol="secure_sum", line="L2")
+    check = functools.partial(signatures.check_signed, protocol="secure_sum", line="L2")
     check(CH, B, "c", b"data", PEOPLE[B].sign("c", b"data"))
     refused("no-key", check, CH, Party("x"), "c", b"data", PEOPLE[B].sign("c", b"data"))
 
@@ -225,9 +225,9 @@ def test_confirmations_with_one_thing_wrong(confirms, code):
     ],
 )
 def test_lists_of_attempts_with_one_thing_wrong(sites, before, code):
-    attempts.check_list(A, SITES, None)
-    attempts.check_list(A, (A, B), SITES)
-    refused(code, attempts.check_list, A, sites, before)
+    retry_without_dropouts.check_list(A, SITES, None)
+    retry_without_dropouts.check_list(A, (A, B), SITES)
+    refused(code, retry_without_dropouts.check_list, A, sites, before)
 
 
 @pytest.mark.parametrize("common", [(), ("g1", "g1"), ("g1", "g9")])
@@ -463,24 +463,24 @@ def test_a_mean_update_that_no_sites_have():
 
 def test_too_few_signatures_do_not_make_one_view():
     """Each signature fits; there are only not enough of them, or mine is missing, or one is of a stranger."""
-    from cloister.lies import Lie, Stage
+    from cloister.mpc.testing.lies import Lie, Stage
     from cloister.testing import Case, run_protocol
 
     def hub(pick):
         async def liar(ch, params):
             step = ch.sub("same-view")
-            got = await step.gather(params.sites, same_view.Signature)
+            got = await step.gather(params.sites, consistency_check.Signature)
             for u in params.sites:
                 chosen = {v: got[v].signature for v in params.sites if pick(u, v)}
-                await step.send(u, same_view.Signatures(chosen))
+                await step.send(u, consistency_check.Signatures(chosen))
 
         return liar
 
-    case = Case(same_view.Params(SITES, HUB), {})
+    case = Case(consistency_check.Params(SITES, HUB), {})
     for pick in (lambda u, v: v in (A, u), lambda u, v: v != u):
         stage = Stage(Lie("-", HUB, "-"))
-        roles = same_view.roles(case.params) | {HUB: hub(pick)}
-        run = run_protocol(same_view, case, roles={p: stage.role(p, r) for p, r in roles.items()}, timeout=2.0)
+        roles = consistency_check.roles(case.params) | {HUB: hub(pick)}
+        run = run_protocol(consistency_check, case, roles={p: stage.role(p, r) for p, r in roles.items()}, timeout=2.0)
         assert {run.errors[u].code for u in SITES} == {"split-view"}
 
 

@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 
 pytest.importorskip("seal")
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent / "ckks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "mpc" / "threshold_ckks"))
 
 from collective import HUB, SMALL, names, own, secrets, size
 from liars import answers
 from test_collective_lies import audit_case
 from test_collective_opening import BIG, FRESH, MAPS, decrypt_case, polynomials, refresh_case, scaled, switch_case
 
-from cloister.crypto.ckks import scheme as ckks
-from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError
-from cloister.protocols.ckks import (
+from cloister.mpc.crypto.ckks import scheme as ckks
+from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.threshold_ckks import (
     collective_audit,
     collective_refresh,
     collective_relin,

@@ -1,9 +1,7 @@
 """Encrypted training, validation and inference: what is refused before anything is sent, and impossible messages."""
 
 import asyncio
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,21 +9,22 @@ import pytest
 
 pytest.importorskip("seal")
 pytest.importorskip("numba")
-sys.path.insert(0, str(Path(__file__).parent))
 
 from collective import HUB, names
 from encoders import micro
 from liars import answers
 
-from cloister.crypto.entropy import Entropy
-from cloister.crypto.owner_ckks import card
-from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
-from cloister.protocols.cellcnn import cellcnn_card, cellcnn_terms, encrypted_training, encrypted_validation
-from cloister.protocols.inference import block_messages, encrypted_inference, encrypted_loss
+from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.crypto.owner_ckks import scheme as block
+from cloister.papers import encrypted_loss
+from cloister.provider.gpu import cuda_device
 from cloister.study import Party
 from cloister.testing import Case
+from cloister.workflows.adapt_model import block_messages, encrypted_inference
+from cloister.workflows.predict_cellcnn import cellcnn_card
+from cloister.workflows.train_cellcnn import cellcnn_terms, encrypted_training, encrypted_validation
 
 SITES = A, B = names(2)
 ANN = Party("ann")
@@ -151,7 +150,7 @@ def test_samples_that_the_model_does_not_take_are_refused_before_anything_is_sen
 
 
 def test_a_card_that_is_not_there_is_missed_before_anything_is_received(monkeypatch):
-    monkeypatch.setattr(card, "why_not", lambda: "there is none")
+    monkeypatch.setattr(cuda_device, "why_not", lambda: "there is none")
     with pytest.raises(ParameterError, match="there is none"):
         asyncio.run(encrypted_inference.provider(None, INFERENCE, ENCODER, device="gpu", entropy=Entropy()))
 

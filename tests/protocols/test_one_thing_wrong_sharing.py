@@ -1,9 +1,7 @@
 """Distances, graphs, labels and terms under sharing: one thing is wrong, and whoever checks it names the line."""
 
 import asyncio
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +9,18 @@ import pytest
 
 pytest.importorskip("nacl")
 
-from cloister.crypto.replicated import Ring
+from liars import answers, liar, own_aborts
+
 from cloister.errors import ParameterError, ProtocolAbort
-from cloister.protocols.hamming import hamming_mpc, oblivious_transfer, secure_hamming
-from cloister.protocols.hamming.shared_codes import SharedCodes, ring_of
-from cloister.protocols.knn import mapping_terms
-from cloister.protocols.propagation import (
+from cloister.mpc.crypto.replicated import Ring
+from cloister.mpc.sums import common_seed, retry_without_dropouts
+from cloister.mpc.three_party import verified_linear
+from cloister.mpc.three_party.verified import Verified
+from cloister.papers.hamming import hamming_mpc, oblivious_transfer, secure_hamming
+from cloister.study import Party
+from cloister.testing import Case, check_no_errors, run_protocol
+from cloister.workflows.map_labels import mapping_terms
+from cloister.workflows.propagate_labels import (
     chosen_settings,
     point_roster,
     private_graph,
@@ -24,14 +28,7 @@ from cloister.protocols.propagation import (
     propagation_terms,
     shared_scores,
 )
-from cloister.protocols.sharing import verified_linear
-from cloister.protocols.sharing.verified import Verified
-from cloister.protocols.sums import attempts, common_seed
-from cloister.study import Party
-from cloister.testing import Case, check_no_errors, run_protocol
-
-sys.path.insert(0, str(Path(__file__).parent))
-from liars import answers, liar, own_aborts
+from cloister.workflows.propagate_labels.shared_codes import SharedCodes, ring_of
 
 HUB = Party("hub")
 SITES = A, B, C = tuple(map(Party, "abc"))
@@ -248,7 +245,7 @@ ASK = Party("ask")
 
 
 def holding(rows=5, norm=3.0, names=("p", "q"), rounded=64):
-    return mapping_terms.Holding(4, rows, rounded, norm, names)
+    return mapping_terms.LocalInput(4, rows, rounded, norm, names)
 
 
 def mapping(**holdings):
@@ -371,11 +368,11 @@ def test_a_site_that_counts_other_classes(classes):
 
 def test_the_only_site_with_labels_is_gone_before_the_scores(monkeypatch):
     """The server names it before it tells anybody of scores."""
-    case, lead = propagation(labelled=(C,)), attempts.lead
+    case, lead = propagation(labelled=(C,)), retry_without_dropouts.lead
 
     async def without_c(ch, sites, least, step):
         return await lead(ch, tuple(u for u in sites if u != C or "scores" not in ch.scope), least, step)
 
-    monkeypatch.setattr(attempts, "lead", without_c)
+    monkeypatch.setattr(retry_without_dropouts, "lead", without_c)
     found = own_aborts(run_protocol(private_propagation, case, timeout=10.0))
     assert found[HUB] == ("propagation_terms", "L12", "no-labels")

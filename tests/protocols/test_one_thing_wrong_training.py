@@ -1,23 +1,20 @@
 """Classifiers, forests and training by sums: one number, name or party is wrong, and who checks it names the line."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from liars import own_aborts
 
 from cloister.errors import ProtocolAbort
-from cloister.protocols.fedavg import federated_training, training_terms
-from cloister.protocols.fedavg.pseudo_labels import Pseudo
-from cloister.protocols.forest import counted_forest
-from cloister.protocols.logistic import logistic_terms
+from cloister.papers import federated_training
 from cloister.study import Party
 from cloister.testing import Case, run_protocol
-
-sys.path.insert(0, str(Path(__file__).parent))
-from liars import own_aborts
+from cloister.workflows.find_outliers import counted_forest
+from cloister.workflows.fine_tune import training_terms
+from cloister.workflows.fine_tune.pseudo_labels import Pseudo
+from cloister.workflows.train_classifier import logistic_terms
 
 HUB = Party("hub")
 SITES = A, B, C, D, E = tuple(map(Party, "abcde"))

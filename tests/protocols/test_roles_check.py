@@ -1,34 +1,28 @@
 """Every role calls its checks: the coordinator, or a site, says one impossible thing, and the others name the line."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from liars import Says, answers
 
 from cloister.errors import DataError
-from cloister.protocols.fedavg import federated_training
-from cloister.protocols.fedavg.training_parts import Offer
-from cloister.protocols.forest import counted_forest
-from cloister.protocols.sums import (
+from cloister.mpc.sums import (
     checked_sum,
-    common_genes,
     common_seed,
-    common_space,
+    consistency_check,
     count_tests,
     pooled_quantiles,
     pooled_scaling,
-    row_sums,
-    same_view,
     secure_sum,
-    shared_pca,
 )
+from cloister.papers import federated_training, row_sums
 from cloister.study import Party
 from cloister.testing import Case, run_protocol
-
-sys.path.insert(0, str(Path(__file__).parent))
-from liars import Says, answers
+from cloister.workflows.common import common_genes, common_space
+from cloister.workflows.find_outliers import counted_forest
+from cloister.workflows.fine_tune.training_parts import Offer
+from cloister.workflows.shared_pca import shared_pca
 
 HUB = Party("hub")
 SITES = A, B, C = tuple(map(Party, "abc"))
@@ -116,10 +110,10 @@ SAYS = [  # protocol, case, liar, message, change, nth, line and code that someb
         ("L2", "other-space"),
     ),
     (
-        same_view,
-        lambda: Case(same_view.Params(SITES, HUB), {}),
+        consistency_check,
+        lambda: Case(consistency_check.Params(SITES, HUB), {}),
         HUB,
-        same_view.Signatures,
+        consistency_check.Signatures,
         lambda m: replace(m, signatures=m.signatures | {B: m.signatures[A]}),  # A's in place of B's
         None,
         ("V2", "signature"),

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from cloister.net.seat import Outcome
-from cloister.net.wire import message
-from cloister.protocols.sums import attempts
+from cloister.mpc.net.wire import message
+from cloister.mpc.sums import retry_without_dropouts
+from cloister.session import Outcome
 from cloister.study import Party, Study
 from cloister.testing import run_parties
 
@@ -33,11 +33,11 @@ async def endless(ch, sites):
 
 
 async def coordinator(ch, params, *, entropy, identity):
-    return await attempts.lead(ch, SITES, 2, endless)
+    return await retry_without_dropouts.lead(ch, SITES, 2, endless)
 
 
 async def site(ch, params, *, entropy, identity):
-    return await attempts.follow(ch, HUB, endless)
+    return await retry_without_dropouts.follow(ch, HUB, endless)
 
 
 @pytest.mark.parametrize("stays", [True, False])
@@ -52,18 +52,18 @@ def test_an_attempt_ends_after_patience(stays):
     took = {}
 
     def part(role):
-        def play(seat, inputs):
+        def play(session, inputs):
             start = time.monotonic()
             try:
-                return Outcome(result={"value": seat.run(role, None)})
+                return Outcome(result={"value": session.run(role, None)})
             finally:
-                took[seat.me] = time.monotonic() - start
+                took[session.me] = time.monotonic() - start
 
         return play
 
     async def silent(ch, params, *, entropy, identity):
         """A coordinator that starts an attempt and says nothing more."""
-        await ch.broadcast(SITES, attempts.Go(SITES, done=False))
+        await ch.broadcast(SITES, retry_without_dropouts.Go(SITES, done=False))
         await asyncio.sleep(4 * PATIENCE)
 
     parts = {HUB: part(coordinator if stays else silent)} | dict.fromkeys(SITES, part(site))

@@ -12,17 +12,17 @@ import pytest
 from cloister.cells import demo as demo_data
 from cloister.cells.files import read_cells
 from cloister.errors import DataError, MissingExtra, ProtocolAbort
-from cloister.net.events import Event
-from cloister.net.receipts import Entry, Receipt
-from cloister.net.seat import Outcome
+from cloister.mpc.net.events import Event
+from cloister.mpc.net.receipts import Entry, Receipt
+from cloister.rehearsal.rehearsal import Fault, plan, rehearse
+from cloister.rehearsal.results import load_runs, save_run
+from cloister.rehearsal.run import PNG, Flow, Run, plain
 from cloister.report.figures import confusion, curves, embedding, heatmap, histograms
 from cloister.report.learned import members_of
 from cloister.report.page import write_report
 from cloister.report.parts import NUMBER, escape, names, sequence, size, tag, value
 from cloister.report.sections import _opened, result
-from cloister.run.rehearsal import Fault, plan, rehearse
-from cloister.run.results import load_runs, save_run
-from cloister.run.run import PNG, Flow, Run, plain
+from cloister.session import Outcome
 
 TABLE = [
     ("workflow", "mode", "pooled", "federated", "bytes"),
@@ -236,7 +236,7 @@ def test_a_page_without_figures_says_what_is_missing(runs, tmp_path, monkeypatch
     def missing(*_):
         raise MissingExtra("matplotlib", "report")
 
-    monkeypatch.setattr("cloister.workflows.bin_values.canvas", missing)
+    monkeypatch.setattr("cloister.workflows.bin_values.workflow.canvas", missing)
     run = Run(**{k: v for k, v in vars(runs["hardened"]).items() if k not in ("drawing", "_rows")})
     text = write_report(tmp_path / "r.html", [run]).read_text()
     assert "matplotlib is not installed; run: pip install" in text
@@ -328,7 +328,7 @@ def test_nothing_half_written_is_left(runs, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cloister.run.results._write_json", full)
+    monkeypatch.setattr("cloister.rehearsal.results._write_json", full)
     with pytest.raises(DataError, match="No space left"):
         save_run(runs["hardened"], folder)
     with pytest.raises(DataError, match="No space left"):

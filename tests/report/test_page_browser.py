@@ -4,8 +4,8 @@ import pytest
 
 from browser import problems, requests
 from cloister.cells import demo as demo_data
+from cloister.rehearsal.rehearsal import Fault, rehearse
 from cloister.report.page import write_report
-from cloister.run.rehearsal import Fault, rehearse
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""One origin and one reason word at every party, for failures that are no lies (FLARE: tests/runtime)."""
+"""One origin and one reason word at every party, for failures that are no lies (FLARE: tests/deploy)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from anndata import AnnData
 
 from cloister.errors import DataError, DiskError, PeerLost, ProtocolAbort
-from cloister.net.seat import Outcome
-from cloister.run.rehearsal import plan, rehearse, run_parties
+from cloister.rehearsal.rehearsal import plan, rehearse, run_parties
+from cloister.session import Outcome
 from cloister.study import Party
 
 SITES = ("basel", "lugano", "zurich")
@@ -38,26 +38,26 @@ def sites():
 
 def fails_with(error, victim):
     """Parts that greet each other and talk once; one of them fails after the first greeting."""
-    from cloister.protocols.sums import common_genes
+    from cloister.workflows.common import common_genes
 
     study = plan("bin-values", SITES, timeout=20.0)
     params = common_genes.Params(study.sites, study.coordinator)
 
-    def part(seat, _):
-        seat.attend(params)
-        if seat.me == victim:
+    def part(session, _):
+        session.attend(params)
+        if session.me == victim:
             raise error
-        if seat.me == study.coordinator:
-            return Outcome(result={"x": seat.run(coordinator, params)})
-        return Outcome(result={"x": seat.run(site, params)})
+        if session.me == study.coordinator:
+            return Outcome(result={"x": session.run(coordinator, params)})
+        return Outcome(result={"x": session.run(site, params)})
 
     async def coordinator(ch, params):
-        from cloister.protocols.sums.common_genes import Measured
+        from cloister.workflows.common.common_genes import Measured
 
         return await ch.gather(params.sites, Measured)
 
     async def site(ch, params):
-        from cloister.protocols.sums.common_genes import Common, Measured, join
+        from cloister.workflows.common.common_genes import Common, Measured, join
 
         await ch.send(params.coordinator, Measured("counts", join(["a"])))
         return await ch.recv(params.coordinator, Common)
@@ -88,7 +88,7 @@ def test_every_party_names_the_same_origin_and_reason(reason, victim):
 
 def test_without_an_origin_on_the_wire_the_messenger_would_be_blamed(monkeypatch):
     """The old abort had three words: lugano then hears of basel's failure as one of the coordinator."""
-    from cloister.net import mailbox
+    from cloister.mpc.net import mailbox
 
     def old(sender, protocol, line, code, *_):
         return mailbox.Failure(protocol, line, code, f"'{sender}' stopped")
@@ -108,9 +108,9 @@ def test_labels_that_are_missing_at_one_site_are_blamed_on_it():
 
 
 def test_a_party_cannot_be_blamed_under_a_name_that_is_none():
-    from cloister.net.channel import _lost
-    from cloister.net.mailbox import told_by
-    from cloister.protocols.sums.common_genes import Measured
+    from cloister.mpc.net.channel import _lost
+    from cloister.mpc.net.mailbox import told_by
+    from cloister.workflows.common.common_genes import Measured
 
     study = plan("bin-values", SITES)
     told = told_by(Party("basel"), "p", "L1", "DataError", "nobody", "DataError")
@@ -164,8 +164,8 @@ def test_every_process_at_every_stage(tmp_path, monkeypatch, victim, stage):
 
 
 def test_the_page_and_run_json_name_the_origin(tmp_path):
+    from cloister.rehearsal.results import load_run, save_run
     from cloister.report.page import write_report
-    from cloister.run.results import load_run, save_run
 
     run = fails_with(DataError("x"), Party("basel"))
     save_run(run, tmp_path / "out")

@@ -1,7 +1,7 @@
 """A walk with wrong things in hand: each is refused in one sentence that names site and file, before anything is sent.
 
 What one file alone can have wrong is also in tests/cells/test_files.py and tests/cli/test_main.py; kits and
-certificates are in tests/runtime/test_kit.py, deaths and refusals in tests/walk/test_origin.py and tests/runtime.
+certificates are in tests/deploy/test_kit.py, deaths and refusals in tests/walk/test_origin.py and tests/deploy.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from cloister.cells.files import write_cells
 from cloister.cli import main as cli
 from cloister.cli.rehearse import _check_free
 from cloister.errors import DataError, DiskError, ParameterError, ProtocolAbort
-from cloister.run.rehearsal import rehearse
-from cloister.run.results import save_run
-from cloister.run.run import Drawing, Run
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.rehearsal.results import save_run
+from cloister.rehearsal.run import Drawing, Run
 
 SITES = ("basel", "geneva", "lugano", "zurich")
 GENES = 60
@@ -344,7 +344,7 @@ def test_a_pickled_array_is_called_that(tmp_path):
 
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory):
-    from cloister.runtime.provision import provision
+    from cloister.deploy.provision import provision
     from cloister.study import Study
 
     parties = {"hub": "coordinator", **dict.fromkeys(SITES, "site")}
@@ -426,7 +426,7 @@ def test_an_abort_in_json_lists_every_party_with_its_own(call, tmp_path):
 
 def test_the_old_terms_gave_every_cell_one_label(monkeypatch):
     """One reference at 1e12 and no check: all cells of the query got the same label. Now it is refused at its site."""
-    from cloister.protocols.knn import mapping_terms
+    from cloister.workflows.map_labels import mapping_terms
 
     made = sites()
     giant(made["basel"])
@@ -440,7 +440,7 @@ def test_the_old_terms_gave_every_cell_one_label(monkeypatch):
 
 
 def test_norms_apart_is_a_named_abort():
-    from cloister.protocols.knn import mapping_terms
+    from cloister.workflows.map_labels import mapping_terms
 
     mapping_terms.check_scale(1.0, 999.0)
     mapping_terms.check_scale(0.0, 1e9)  # a site of empty rows is not asked

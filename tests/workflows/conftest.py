@@ -1,6 +1,6 @@
 import pytest
 
-from cloister.net.receipts import Receipt
+from cloister.mpc.net.receipts import Receipt
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,10 @@
 import dataclasses
 import json
-import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "protocols"))
 pytest.importorskip("numba")
 pytest.importorskip("torch")
 pytest.importorskip("anndata")
@@ -16,16 +13,16 @@ import torch
 from encoders import tiny
 
 from cloister import workflows
-from cloister.check_disclosure import check_disclosure
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import polynomial
 from cloister.models.adapter import Adapted
 from cloister.models.learner import Table
-from cloister.protocols.fedavg.checked_training import Path as Way
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.check_disclosure import check_disclosure
+from cloister.rehearsal.rehearsal import rehearse
 from cloister.study import Party, Step, Study
-from cloister.workflows import adapt_model
-from cloister.workflows.adaptation import training
+from cloister.workflows.adapt_model import training
+from cloister.workflows.adapt_model import workflow as adapt_model
+from cloister.workflows.fine_tune.checked_training import Path as Way
 
 torch.set_num_threads(1)
 IMAGES = {"kind": "images", "height": 2, "width": 4, "channels": 1, "patch": 2, "mean": 0.5, "std": 0.5}
@@ -93,7 +90,7 @@ def test_adapt_and_serve(model, tmp_path):
         assert (found.obs["predicted"].astype(str).to_numpy() == given.obs["kind"].to_numpy()).mean() >= 0.9
         # the features are those of the plain encoder; noise of the small ring has a deviation of about 0.02
         encoder = polynomial.Encoder.load(model).rounded(9)
-        from cloister.workflows.adapt_model import inputs_of
+        from cloister.workflows.adapt_model.workflow import inputs_of
 
         b = polynomial.hidden(encoder, inputs_of(given, IMAGES))
         np.testing.assert_allclose(found.obsm["predicted_features"], polynomial.taps_of(encoder, b)[:, 0], atol=0.3)
@@ -186,7 +183,7 @@ def test_listed_labels_are_asked_for_by_bits_and_not_by_how_many_sites_have_them
 
 
 def test_genes_are_a_fixed_panel():
-    from cloister.workflows.adapt_model import inputs_of
+    from cloister.workflows.adapt_model.workflow import inputs_of
 
     counts = anndata.AnnData(np.array([[1.0, 2.0, 1.0, 9.0], [0.0, 0.0, 5.0, 1.0]], np.float32))
     counts.var_names = ["C", "A", "B", "other"]
@@ -232,7 +229,7 @@ def test_the_standard_ring(model):
     data = {"basel": images(24, 0), "lugano": images(16, 1)}
     run = rehearse("adapt-model", data, model=str(model), **(OPTIONS | {"ring": "standard"}))
     encoder = polynomial.Encoder.load(model).rounded(13)
-    from cloister.workflows.adapt_model import inputs_of
+    from cloister.workflows.adapt_model.workflow import inputs_of
 
     for site, given in data.items():
         exact = polynomial.taps_of(encoder, polynomial.hidden(encoder, inputs_of(given, IMAGES)))[:, 0]
@@ -263,18 +260,18 @@ def test_published(model, tmp_path):
 
 
 def test_it_explains_only_what_it_runs():
-    for mode, own, other in (
-        ("hardened", "checked_training", "federated_training"),
-        ("published", "federated_training", "checked_training"),
+    for mode, own, other, summed in (
+        ("hardened", "checked_training", "federated_training", "checked_sum"),
+        ("published", "federated_training", "checked_training", "secure_sum"),
     ):
         declared = workflows.get("adapt-model").mode(mode).protocols
-        assert {own, "model_card", "checked_sum"} < set(declared)
+        assert {own, "model_card", summed} < set(declared)
         assert not {other, "pseudo_labels"} & set(declared)
     assert "count_tests" not in workflows.get("adapt-model").mode("hardened").protocols
     assert "pseudo_labels" in workflows.get("fine-tune").mode("hardened").protocols
-    seat = types.SimpleNamespace(sites=("a", "b"), coordinator="hub", study=types.SimpleNamespace(seed=0))
+    session = types.SimpleNamespace(sites=("a", "b"), coordinator="hub", study=types.SimpleNamespace(seed=0))
     for mode, params_of in (("hardened", training.checked_params), ("published", training.training_params)):
-        params = params_of(seat, adapt_model.in_mode(adapt_model.Options(), mode), types.SimpleNamespace(digest=""))
+        params = params_of(session, adapt_model.in_mode(adapt_model.Options(), mode), types.SimpleNamespace(digest=""))
         assert params.pseudo.source == "none"
 
 
@@ -282,7 +279,7 @@ def test_budgets_are_counted_in_a_file_unless_the_model_is_the_demo(tmp_path):
     from types import SimpleNamespace
 
     from cloister.cells.demo import demo_encoder
-    from cloister.workflows.adaptation.asking import ledger_of
+    from cloister.workflows.adapt_model.inference import ledger_of
 
     def options(model, ledger=None):
         return SimpleNamespace(model=str(model), ledger=ledger)
@@ -306,10 +303,10 @@ def test_budgets_are_counted_in_a_file_unless_the_model_is_the_demo(tmp_path):
 
 def stored(model, folder, data):
     """Put the plain model's taps where `stage=train` finds them, so that nothing has to be encrypted."""
-    from cloister.crypto.owner_ckks import scheme
-    from cloister.protocols.inference import model_card
-    from cloister.protocols.inference.asking_state import Taps
-    from cloister.workflows.adaptation.asking import fingerprint
+    from cloister.mpc.crypto.owner_ckks import scheme
+    from cloister.workflows.adapt_model import model_card
+    from cloister.workflows.adapt_model.checkpoint import Taps
+    from cloister.workflows.adapt_model.inference import fingerprint
 
     encoder = polynomial.Encoder.load(model)
     told = model_card.told_by(encoder, scheme.SMALL)
@@ -439,8 +436,8 @@ def test_taps_are_asked_for_once_and_trained_on_often(model, tmp_path):
 
 def test_kept_taps_stand_where_their_samples_do(model):
     """A sample beyond what the model takes in was not asked about: the others' taps must not move up."""
-    from cloister.protocols.inference.asking_state import Taps
-    from cloister.workflows.adaptation.asking import all_taps
+    from cloister.workflows.adapt_model.checkpoint import Taps
+    from cloister.workflows.adapt_model.inference import all_taps
 
     s = polynomial.Encoder.load(model).shape
     inputs = np.zeros((3, s.tokens - 1, s.inputs))

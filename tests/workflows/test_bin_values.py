@@ -11,10 +11,10 @@ from cloister.cells import tables as cells
 from cloister.cells import values as cell_values
 from cloister.cells.files import read_cells, write_cells
 from cloister.errors import DataError, ParameterError, ProtocolAbort
-from cloister.net.seat import Outcome
-from cloister.run.rehearsal import Fault, plan, rehearse, run_parties
-from cloister.run.results import save_run
-from cloister.workflows.bin_values import Options, bin_values, check, coordinator, digitise, spread
+from cloister.rehearsal.rehearsal import Fault, plan, rehearse, run_parties
+from cloister.rehearsal.results import save_run
+from cloister.session import Outcome
+from cloister.workflows.bin_values.workflow import Options, bin_values, check, coordinator, digitise, spread
 
 NAMES = ("basel", "lugano", "vienna", "bern", "zug")
 GENES = 60
@@ -143,7 +143,7 @@ def test_few_and_many_different_values_are_counted_alike(digits, donors, monkeyp
         a.X = sparse.csr_matrix(np.round(a.X, digits))
     found = []
     for most in (1 << 16, 3):
-        monkeypatch.setattr("cloister.cells.tally.MOST", most)
+        monkeypatch.setattr("cloister.mpc.sums.value_counts.MOST", most)
         assert all((cells.survey(a).table is None) == (most == 3) for a in data.values())
         run = rehearse("bin-values", data, **donors)
         found.append({p: run.results[p] for p in ("coordinator", *data)})
@@ -263,10 +263,10 @@ def test_the_function_works_on_a_seat_and_can_copy():
     study = plan("bin-values", data, options={"n_bins": 9})
     made = {}
 
-    def part(seat, a):
-        if seat.role == "coordinator":
-            return coordinator(seat, Options(n_bins=9))
-        made[seat.me] = bin_values(a, seat, copy=True)  # n_bins as the study says
+    def part(session, a):
+        if session.role == "coordinator":
+            return coordinator(session, Options(n_bins=9))
+        made[session.me] = bin_values(a, session, copy=True)  # n_bins as the study says
         return Outcome()
 
     run = run_parties(study, dict.fromkeys(study.parties, part), data)
@@ -425,7 +425,7 @@ def taken(data):
 @pytest.mark.parametrize("what", BAD)
 def test_bad_cells_are_refused_by_site_and_reason_before_anything_is_sent(what, monkeypatch):
     make, said = BAD[what]
-    monkeypatch.setattr("cloister.run.rehearsal.run_parties", lambda *a, **k: pytest.fail("something was sent"))
+    monkeypatch.setattr("cloister.rehearsal.rehearsal.run_parties", lambda *a, **k: pytest.fail("something was sent"))
     with pytest.raises(DataError, match=f"site 'lugano': .*{said}"):
         rehearse("bin-values", make(count_sites()))
 

@@ -7,13 +7,14 @@ import pytest
 from cloister.cells.demo import demo_donors
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
-from cloister.protocols.cellcnn import cellcnn_card
-from cloister.run.rehearsal import plan, rehearse, run_parties
-from cloister.run.run import workflow_part
+from cloister.rehearsal.rehearsal import plan, rehearse, run_parties
+from cloister.rehearsal.run import workflow_part
 from cloister.study import Party
-from cloister.workflows import check_plan, train_cellcnn
-from cloister.workflows.cellcnn.selected import clusters, selected
-from cloister.workflows.figures import cellcnn as cellcnn_report
+from cloister.workflows import check_plan
+from cloister.workflows.predict_cellcnn import cellcnn_card
+from cloister.workflows.train_cellcnn import figures as cellcnn_report
+from cloister.workflows.train_cellcnn import workflow as train_cellcnn
+from cloister.workflows.train_cellcnn.response import clusters, selected
 
 ad = pytest.importorskip("anndata")
 SITES = ("basel", "lugano", "vienna")
@@ -313,9 +314,11 @@ def test_an_outsider_that_was_not_agreed_in_the_study_is_refused(tmp_path):
     options = outside(tmp_path, outside=False, query="basel")
     study = plan("predict-cellcnn", SITES, timeout=10, options=options)
 
-    def rogue(seat, adata):
+    def rogue(session, adata):
         """Asks for the card all the same."""
-        return seat.run(cellcnn_card.querier, cellcnn_card.Params(seat.sites[:2], seat.coordinator, seat.me))
+        return session.run(
+            cellcnn_card.querier, cellcnn_card.Params(session.sites[:2], session.coordinator, session.me)
+        )
 
     parts = dict.fromkeys(study.parties, workflow_part) | {Party("vienna"): rogue}
     run = run_parties(study, parts, {Party(p): a for p, a in sites().items()})

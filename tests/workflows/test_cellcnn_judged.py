@@ -5,14 +5,14 @@ import pandas as pd
 import pytest
 
 from cloister import workflows
-from cloister.check_disclosure import check_disclosure
 from cloister.errors import ParameterError, ProtocolAbort
-from cloister.run.rehearsal import rehearse
+from cloister.papers.baselines.cellcnn import cellcnn_baselines
+from cloister.rehearsal.check_disclosure import check_disclosure
+from cloister.rehearsal.rehearsal import rehearse
 from cloister.study import Study
-from cloister.workflows import train_cellcnn
-from cloister.workflows.baselines.cellcnn import cellcnn_baselines
-from cloister.workflows.cellcnn import judged
-from cloister.workflows.cellcnn.presets import settled
+from cloister.workflows.train_cellcnn import evaluation
+from cloister.workflows.train_cellcnn import workflow as train_cellcnn
+from cloister.workflows.train_cellcnn.presets import settled
 
 ad = pytest.importorskip("anndata")
 SITES = ("basel", "lugano", "vienna")
@@ -49,20 +49,20 @@ def test_scores_are_those_of_scikit_learn():
     rng = np.random.default_rng(0)
     for classes in (2, 3):
         truth, found = rng.integers(0, classes, (2, 50))
-        table = judged.table_of(truth, found, classes)
+        table = evaluation.table_of(truth, found, classes)
         np.testing.assert_array_equal(table, metrics.confusion_matrix(truth, found))
         how = {"average": "binary", "pos_label": 0} if classes == 2 else {"average": "macro"}
         wanted = metrics.precision_recall_fscore_support(truth, found, **how)[:3]
-        mine = judged.scores(table, 0)
+        mine = evaluation.scores(table, 0)
         np.testing.assert_allclose([mine[k] for k in ("precision", "recall", "f_score")], wanted)
         assert mine["accuracy"] == metrics.accuracy_score(truth, found)
 
 
 def test_nothing_was_said_and_nothing_is_divided_by_zero():
-    assert judged.scores(np.zeros((2, 2), np.int64), 1) == dict.fromkeys(
+    assert evaluation.scores(np.zeros((2, 2), np.int64), 1) == dict.fromkeys(
         ("accuracy", "precision", "recall", "f_score"), 0.0
     )
-    assert judged.scores(np.array([[3, 0], [2, 0]]), 1)["precision"] == 0.0
+    assert evaluation.scores(np.array([[3, 0], [2, 0]]), 1)["precision"] == 0.0
 
 
 def test_held_out_donors_are_judged_by_sums_over_all_sites_and_no_sites_own():
@@ -90,11 +90,11 @@ def test_a_class_with_too_few_held_out_donors_at_a_site_adds_nothing_to_the_tabl
     x, names = np.random.default_rng(0).normal(0, 1, (70, 3)), np.repeat([f"d{i}" for i in range(7)], 10)
     y = np.repeat([0, 0, 0, 0, 0, 1, 1], 10)
     drawn = {"n_cells": 5, "per": "donor", "n_inputs": 2}
-    held = judged.Held.of(x, names, y, drawn, train_cellcnn.Thresholds(10, 3), np.random.default_rng(1))
+    held = evaluation.Held.of(x, names, y, drawn, train_cellcnn.Thresholds(10, 3), np.random.default_rng(1))
     config = train_cellcnn.cellcnn.Config(markers=3, filters=2, classes=2, batch=4, steps=1)
     model = train_cellcnn.cellcnn.Model(config, MARKERS, ("case", "control"), 0.0, np.zeros(3), np.ones(3))
     model = train_cellcnn.replace(model, weights=train_cellcnn.cellcnn.initial(config))
-    whole, part = judged.tables_of([model], held), judged.contribution_of([model], held)
+    whole, part = evaluation.tables_of([model], held), evaluation.contribution_of([model], held)
     assert whole.sum(axis=3).tolist() == [[[10, 4], [5, 2]]]
     assert part.values.sum(axis=3).tolist() == [[[10, 0], [5, 0]]]  # two controls are below min_donors
     assert (part.donors, part.cells, part.withheld) == (5, 50, 1)
@@ -135,7 +135,9 @@ def test_presets_are_the_papers_whatever_the_number_of_sites(preset, classes, do
 
 def test_a_preset_that_draws_per_donor_counts_those_of_all_sites_by_a_sum(monkeypatch):
     asked = []
-    monkeypatch.setattr(train_cellcnn, "train", lambda seat, options, model, inputs, k=0: asked.append(model) or model)
+    monkeypatch.setattr(
+        train_cellcnn, "train", lambda session, options, model, inputs, k=0: asked.append(model) or model
+    )
     data = sites(("case", "control") * 4) | {"vienna": site(2, ["case", "control"] * 5)}
     run = rehearse("train-cellcnn", data=data, preset="rrms-donor", **HELD, mode="plain")
     assert {m.config.steps for m in asked} == {-(-10 * (4 + 4 + 6) // 64) * 30}  # without those held out

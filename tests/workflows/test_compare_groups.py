@@ -11,11 +11,11 @@ import cloister as cl
 from cloister.cells import files
 from cloister.cells.bulks import add_up
 from cloister.cells.values import chunks, is_on_disk
-from cloister.check_disclosure import check_disclosure
 from cloister.errors import DataError, ParameterError
-from cloister.run.rehearsal import rehearse
-from cloister.run.results import save_run
-from cloister.workflows.compare_groups import Options, check, donors_of
+from cloister.rehearsal.check_disclosure import check_disclosure
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.rehearsal.results import save_run
+from cloister.workflows.compare_groups.workflow import Options, check, donors_of
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 BASE = {"groups": ("control", "case"), "donor_key": "donor"}

@@ -100,7 +100,7 @@ def test_a_symbol_that_stands_twice(adata, folder):
 @pytest.fixture(scope="module")
 def spaces():
     """Sites in one shared PCA, but for basel, whose cells lie in another: turned by a run with two of the sites."""
-    from cloister.run.rehearsal import rehearse
+    from cloister.rehearsal.rehearsal import rehearse
 
     sites = {s: a[:120].copy() for s, a in demo_data.demo_sites().items()}
     one = rehearse("shared-pca", sites, n_top_genes=100, n_components=5).data
@@ -121,7 +121,7 @@ def spaces():
 def test_two_spaces_abort_by_name(spaces, workflow, options):
     """Before, cells of two spaces were compared without a word."""
     from cloister.errors import ProtocolAbort
-    from cloister.run.rehearsal import rehearse
+    from cloister.rehearsal.rehearsal import rehearse
 
     mixed = spaces
     with pytest.raises(ProtocolAbort) as stop:

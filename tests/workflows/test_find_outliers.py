@@ -11,13 +11,13 @@ from scipy import sparse
 
 from cloister import workflows
 from cloister.cells.files import read_cells, write_cells
-from cloister.crypto import paillier
 from cloister.errors import DataError, ParameterError
 from cloister.models import isolation_forest as iforest
 from cloister.models.disguise import disguise
-from cloister.protocols.forest import masked_forest
-from cloister.run.rehearsal import Fault, rehearse
-from cloister.workflows import find_outliers
+from cloister.mpc.crypto import paillier
+from cloister.papers import masked_forest
+from cloister.rehearsal.rehearsal import Fault, rehearse
+from cloister.workflows.find_outliers import workflow as find_outliers
 
 NAMES = [f"v{i}" for i in range(5)]
 
@@ -193,10 +193,10 @@ def test_with_donor_key_donors_are_counted_and_the_receipt_says_so():
 
 
 def test_trees_have_512_rows_and_as_published_those_of_the_paper():
-    seat = SimpleNamespace(sites=("a", "b", "c"), coordinator="hub", study=SimpleNamespace(auxiliaries=("aux",)))
+    session = SimpleNamespace(sites=("a", "b", "c"), coordinator="hub", study=SimpleNamespace(auxiliaries=("aux",)))
     made = find_outliers.hardened_params, find_outliers.published_params
-    assert [params(seat, find_outliers.Options()).sample for params in made] == [512, 256]
-    assert [params(seat, find_outliers.Options(sample=300)).sample for params in made] == [300, 300]
+    assert [params(session, find_outliers.Options()).sample for params in made] == [512, 256]
+    assert [params(session, find_outliers.Options(sample=300)).sample for params in made] == [300, 300]
     with pytest.raises(ParameterError, match="'sample' must be from 8 to 65536, found 4"):
         find_outliers.Options(sample=4)
 

@@ -10,19 +10,20 @@ from anndata import AnnData
 torch = pytest.importorskip("torch")
 
 from cloister.cells import demo as demo_data  # noqa: E402
-from cloister.check_disclosure import check_disclosure  # noqa: E402
 from cloister.errors import DataError, ParameterError, ProtocolAbort  # noqa: E402
 from cloister.models.classifier import make  # noqa: E402
 from cloister.models.learner import Learner, Recipe  # noqa: E402
 from cloister.models.linear import hold_out  # noqa: E402
 from cloister.models.scgpt import Config, ScGPT  # noqa: E402
-from cloister.protocols.fedavg import checked_training, federated_training  # noqa: E402
-from cloister.protocols.fedavg.training_parts import Offer  # noqa: E402
-from cloister.run.rehearsal import Fault, rehearse  # noqa: E402
-from cloister.workflows import fine_tune  # noqa: E402
+from cloister.papers import federated_training  # noqa: E402
+from cloister.rehearsal.check_disclosure import check_disclosure  # noqa: E402
+from cloister.rehearsal.rehearsal import Fault, rehearse  # noqa: E402
 from cloister.workflows.embed import embed  # noqa: E402
-from cloister.workflows.trained import load_model  # noqa: E402
-from cloister.workflows.trained.fine_tuned import FineTuned  # noqa: E402
+from cloister.workflows.fine_tune import checked_training  # noqa: E402
+from cloister.workflows.fine_tune import workflow as fine_tune  # noqa: E402
+from cloister.workflows.fine_tune.training_parts import Offer  # noqa: E402
+from cloister.workflows.saved_models import load_model  # noqa: E402
+from cloister.workflows.saved_models.fine_tuned import FineTuned  # noqa: E402
 
 PLAIN = {"algorithm": "scaffold", "weighting": "plain", "optimizer": "sgd", "momentum": 0.0}
 SIZE = {"rounds": 4, "lr": 1e-2, "local_epochs": 3, "hidden": (16,), "batch_size": 32, "mode": "published"}
@@ -134,7 +135,7 @@ def test_model_file_and_figures(run, tmp_path):
 
 
 def test_survives_a_site_that_dies(sites):
-    fault = Fault("kill", "lugano", "coordinator", "Masked", nth=3)
+    fault = Fault("kill", "lugano", "coordinator", "MaskedInput", nth=3)
     run = rehearse("fine-tune", sites, faults=[fault], timeout=5.0, check=False, **SIZE)
     assert set(run.outcomes) == {"coordinator", "basel", "vienna"}
     assert run.results["basel"]["history"][-2]["clients"] == 2

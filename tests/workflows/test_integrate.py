@@ -9,11 +9,11 @@ import pytest
 from cloister.cells import tables as cells
 from cloister.cells import values as cell_values
 from cloister.cells.spaces import space_of
-from cloister.check_disclosure import check_disclosure
 from cloister.errors import DataError, ParameterError
-from cloister.run.rehearsal import rehearse
-from cloister.workflows.trained import load_model
-from cloister.workflows.trained.integration import Integration
+from cloister.rehearsal.check_disclosure import check_disclosure
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.workflows.saved_models import load_model
+from cloister.workflows.saved_models.integration import Integration
 
 ad = pytest.importorskip("anndata")
 
@@ -282,7 +282,7 @@ def test_bad_input(sites, change, options, kind, message):
 def test_small_batches_are_told_of(sites):
     a = sites["basel"].copy()
     a.obs["batch"] = ["rare"] * 5 + ["usual"] * 85
-    from cloister.workflows.integrate import Options, check
+    from cloister.workflows.integrate.workflow import Options, check
 
     assert "fewer than 30 cells (e.g. 'rare')" in check(a, Options(use_rep="X_pca", batch_key="batch"))[0]
     a.uns.pop("X_pca")

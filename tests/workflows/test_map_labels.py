@@ -4,11 +4,10 @@ import pytest
 
 import cloister as cl
 from cloister.errors import CloisterError, DataError, ParameterError, PeerLost, ProtocolAbort
-from cloister.net.seat import Outcome, Seat
-from cloister.protocols.knn import mapping_terms, verified_knn
-from cloister.run.rehearsal import Fault, plan, run_parties
-from cloister.workflows import map_labels as workflow
-from cloister.workflows.baselines.mapping import linear_label, nearest_label, scores
+from cloister.papers.baselines.mapping import linear_label, nearest_label, scores
+from cloister.rehearsal.rehearsal import Fault, plan, run_parties
+from cloister.session import Outcome, Session
+from cloister.workflows.map_labels import mapping_terms, verified_knn, workflow
 
 OPTIONS = {"query": "vienna", "label_key": "cell_type", "use_rep": "X_pca", "n_neighbors": 10}
 
@@ -107,17 +106,17 @@ def test_query_cells_are_charged_at_every_site_with_references_before_these_are_
     """F7: budgets count cells; what is charged is the announced number, of which no more can be labelled."""
     charged = []
     monkeypatch.setattr(
-        Seat, "charge_queries", lambda seat, who, cells: charged.append((str(seat.me), str(who), cells))
+        Session, "charge_queries", lambda session, who, cells: charged.append((str(session.me), str(who), cells))
     )
     cl.rehearse("map-labels", data=sites, **OPTIONS)
     n = mapping_terms.rounded(sites["vienna"].n_obs)
     assert sorted(charged) == [(p, "vienna", n) for p in sorted(sites) if p != "vienna"]
     used = []
 
-    def refuse(seat, who, cells):
+    def refuse(session, who, cells):
         raise ParameterError("the budget is spent")
 
-    monkeypatch.setattr(Seat, "charge_queries", refuse)
+    monkeypatch.setattr(Session, "charge_queries", refuse)
     monkeypatch.setattr(verified_knn, "holder", lambda *args, **more: used.append(args))
     with pytest.raises(ParameterError, match="the budget is spent"):
         cl.rehearse("map-labels", data=sites, timeout=3.0, **OPTIONS)
@@ -304,10 +303,10 @@ def test_one_function_serves_the_site_that_asks_and_those_that_offer(sites):
     study = plan("map-labels", sites, options=OPTIONS)
     labelled = {}
 
-    def part(seat, adata):
-        if seat.role != "site":
-            return workflow.assist(seat, workflow.Options(**OPTIONS))
-        labelled[seat.me] = cl.map_labels(adata, seat, copy=True)
+    def part(session, adata):
+        if session.role != "site":
+            return workflow.assist(session, workflow.Options(**OPTIONS))
+        labelled[session.me] = cl.map_labels(adata, session, copy=True)
         return Outcome()
 
     run = run_parties(study, dict.fromkeys(study.parties, part), sites)
@@ -319,8 +318,8 @@ def test_one_function_serves_the_site_that_asks_and_those_that_offer(sites):
 def test_a_seat_of_another_study_is_refused(sites):
     study = plan("bin-values", sites)
 
-    def part(seat, adata):
-        cl.map_labels(adata, seat)
+    def part(session, adata):
+        cl.map_labels(adata, session)
 
     run = run_parties(study, dict.fromkeys(study.parties, part), sites)
     assert "this is a study of 'bin-values', not of 'map-labels'" in str(run.errors["basel"])

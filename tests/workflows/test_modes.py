@@ -4,21 +4,18 @@ Each workflow is rehearsed in each mode here; conftest.py asks the same of every
 """
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from cloister import protocols, workflows
-from cloister.net.receipts import UNDECLARED
-from cloister.run.rehearsal import plan, rehearse, run_parties
+from cloister.mpc.net.receipts import UNDECLARED
+from cloister.rehearsal.rehearsal import plan, rehearse, run_parties
 from cloister.study import Study
 from cloister.workflows.modes import LEAVES, STAYS, Mode
 
 ad = pytest.importorskip("anndata")
-sys.path.insert(0, str(Path(__file__).parents[1] / "protocols"))
 
 SITES = ("basel", "lugano", "vienna")
 SLOW = pytest.mark.slow
@@ -183,7 +180,7 @@ def test_options_narrow_what_may_run():
 
 
 def test_an_aborted_run_tells_of_the_protocols_until_then():
-    from cloister.run.rehearsal import Fault
+    from cloister.rehearsal.rehearsal import Fault
 
     run = rehearse("bin-values", sites(), n_bins=5, timeout=3, faults=[Fault("truncate", name="Common")], check=False)
     assert run.errors
@@ -192,9 +189,9 @@ def test_an_aborted_run_tells_of_the_protocols_until_then():
 
 def test_a_study_of_a_test_leaves_no_reveals():
     study = Study("n", "none", {"hub": "coordinator", "a": "site", "b": "site"})
-    from cloister.net.seat import Outcome
+    from cloister.session import Outcome
 
-    run = run_parties(study, dict.fromkeys(study.parties, lambda seat, adata: Outcome()), {})
+    run = run_parties(study, dict.fromkeys(study.parties, lambda session, adata: Outcome()), {})
     assert all(r.reveals == {} for r in run.receipts.values())
 
 

@@ -8,10 +8,10 @@ import cloister as cl
 from cloister.cells import demo as demo_data
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
-from cloister.protocols.propagation import chosen_settings
-from cloister.run.rehearsal import Fault, plan, rehearse
+from cloister.rehearsal.rehearsal import Fault, plan, rehearse
 from cloister.workflows import check_plan, get, options_of, warnings_of
-from cloister.workflows.propagate_labels import Options, summary, who_computes
+from cloister.workflows.propagate_labels import chosen_settings
+from cloister.workflows.propagate_labels.workflow import Options, summary, who_computes
 
 SMALL = {"label_key": "some", "bits": 512, "timeout": 30.0}
 

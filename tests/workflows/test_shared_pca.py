@@ -8,8 +8,8 @@ from scipy.linalg import subspace_angles
 from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.run.rehearsal import rehearse
-from cloister.workflows.shared_pca import place_in_space
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.workflows.shared_pca.workflow import place_in_space
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "scrna"
 SIZE = {"n_top_genes": 200, "n_components": 10}

@@ -13,12 +13,12 @@ from cloister.cells.stored import open_stored
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models.discriminant import SETTINGS, Solver, Statistics
 from cloister.models.linear import LinearModel
-from cloister.protocols.logistic import pooled_logistic
-from cloister.protocols.sums import gene_moments
-from cloister.run.rehearsal import rehearse
-from cloister.workflows.train_classifier import Options, check
-from cloister.workflows.trained import load_model
-from cloister.workflows.trained.cell_classifier import CellClassifier, majority
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.workflows.common import gene_moments
+from cloister.workflows.saved_models import load_model
+from cloister.workflows.saved_models.cell_classifier import CellClassifier, majority
+from cloister.workflows.train_classifier import pooled_logistic
+from cloister.workflows.train_classifier.workflow import Options, check
 
 SIZE = {"n_top_genes": 100}
 LOGISTIC = {"solver": "logistic", "mode": "semi-honest", "n_top_genes": 150, "l2": 1e-2}

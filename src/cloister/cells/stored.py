@@ -20,7 +20,7 @@ import numpy as np
 from anndata import AnnData
 from anndata.io import read_elem, sparse_dataset, write_elem
 
-from cloister.cells.pace import Pace
+from cloister.cells.progress import Pace
 from cloister.cells.safe_hdf5 import open_hdf5
 from cloister.cells.values import is_on_disk, pointers, runs
 from cloister.errors import DataError

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.arrays import F64, I64, U64, Array
-from cloister.cells.pace import Pace
-from cloister.cells.tally import Table, Tally
+from cloister.cells.progress import Pace
 from cloister.errors import DataError
+from cloister.mpc.sums.value_counts import Table, Tally
 
 if TYPE_CHECKING:
     from anndata import AnnData

@@ -15,8 +15,8 @@ from rich.text import Text
 from cloister.report.parts import size
 
 if TYPE_CHECKING:
-    from cloister.net.events import Event
-    from cloister.run.run import Run, Series
+    from cloister.mpc.net.events import Event
+    from cloister.rehearsal.run import Run, Series
     from cloister.study import Study
     from cloister.workflows.modes import Mode
 
@@ -62,7 +62,7 @@ def explain_study(path: str, mode: str | None) -> None:
     from cloister import governance
     from cloister.errors import UsageError
     from cloister.study import Study
-    from cloister.workflows.steps import check_steps, given, needed
+    from cloister.workflows.pipeline import check_steps, given, needed
 
     if mode is not None:
         raise UsageError(f"{path} says its modes itself; leave --mode out")
@@ -121,7 +121,7 @@ def progress(*, quiet: bool = False) -> Iterator[Callable[[Event], None] | None]
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from cloister.run.progress import Watch
+    from cloister.rehearsal.progress import Watch
 
     columns = (
         SpinnerColumn(),
@@ -151,9 +151,9 @@ def progress(*, quiet: bool = False) -> Iterator[Callable[[Event], None] | None]
 
 def write_run(run: Run, folder: Path, on_event: Callable[[Event], None] | None = None) -> list[str]:
     """Write what a run gave, and the page about it; returns the files."""
+    from cloister.rehearsal.progress import passes_of
+    from cloister.rehearsal.results import save_run
     from cloister.report.page import write_report
-    from cloister.run.progress import passes_of
-    from cloister.run.results import save_run
 
     written = [str(p) for p in save_run(run, folder, on_event=on_event)]
     tell = passes_of("report", on_event) or (lambda *_: None)
@@ -236,8 +236,8 @@ def finish_steps(series: Series, folder: Path | None, written: list[str], *, as_
 
 def headlines(run: Run) -> list[str]:
     """What came out, a line for the parties that have the same: single numbers only, the rest is in the report."""
+    from cloister.rehearsal.run import plain
     from cloister.report.parts import names, value
-    from cloister.run.run import plain
 
     lines: dict[str, list[str]] = {}
     for party, results in run.results.items():
@@ -249,7 +249,7 @@ def headlines(run: Run) -> list[str]:
 
 
 def show_receipt(brief: dict[str, Any]) -> None:
-    from cloister.report.signed import signed_rows
+    from cloister.report.provenance import signed_rows
 
     step = f", {brief['step']}, whole study {brief['whole_study'][:16]}…" if "step" in brief else ""
     out.print(f"{brief['workflow']} ({brief['mode']}) in study {brief['study']}{step}", style="bold", markup=False)

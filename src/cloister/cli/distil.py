@@ -58,8 +58,8 @@ def distil(
         if file.exists() and any(p.exists() and file.samefile(p) for p in (teacher, data)):
             raise UsageError(f"{name} {file} is the teacher or the data; name another")
     from cloister.cells.files import read_cells
-    from cloister.report.distilled import write_page
-    from cloister.workflows.trained.distilled import Settings, distil_images
+    from cloister.provider.distil import Settings, distil_images
+    from cloister.provider.report import write_page
 
     own = ("teacher", "data", "path", "page", "as_json", "quiet", "mean", "std")
     settings = Settings(

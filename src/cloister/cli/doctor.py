@@ -18,10 +18,10 @@ from cloister.errors import CloisterError, about
 from cloister.report.parts import size
 
 if TYPE_CHECKING:
-    from cloister.runtime.kit import Kit, Policy
+    from cloister.deploy.kit import Kit, Policy
 
 if TYPE_CHECKING:
-    from cloister.runtime.kit import Kit
+    from cloister.deploy.kit import Kit
 
 ENGINES = {"he": "seal-python", "models": "torch", "flare": "nvflare", "report": "matplotlib", "fcs": "flowio"}
 RECEIPTS = 1 << 26  # bytes that must be free beside the size of the cells
@@ -55,8 +55,8 @@ def examine(kit: Path | None = None) -> Iterator[Finding]:
 
 
 def _generator() -> Finding:
-    from cloister.crypto.entropy import Entropy
-    from cloister.crypto.prg import Prg
+    from cloister.mpc.crypto.entropy import Entropy
+    from cloister.mpc.crypto.prg import Prg
 
     prg, size = Prg(Entropy().bytes(32)), 1 << 24
     prg.bytes(size)
@@ -71,7 +71,7 @@ def _generator() -> Finding:
 
 
 def _sandbox() -> Finding:
-    from cloister.runtime.sandbox import offered
+    from cloister.deploy.sandbox import offered
 
     found = offered()
     if isinstance(found, str):
@@ -81,7 +81,7 @@ def _sandbox() -> Finding:
 
 def _carrier(sandbox: str, *, listen: bool) -> Finding:
     """What confines the process that talks to the network, and what that leaves open."""
-    from cloister.runtime.sandbox import offered, why_not
+    from cloister.deploy.sandbox import offered, why_not
 
     found = offered(listen=listen)
     if sandbox == "systemd":
@@ -94,7 +94,7 @@ def _carrier(sandbox: str, *, listen: bool) -> Finding:
 
 
 def _proofs() -> Finding:
-    from cloister.crypto import gf64, gf64_portable
+    from cloister.mpc.crypto import gf64, gf64_portable
 
     if gf64_portable.LANES:
         return Finding("proofs", "ok", f"GF(2^64) by {gf64.HOW}")
@@ -104,8 +104,8 @@ def _proofs() -> Finding:
 
 def _rings() -> Finding:
     """The lattices that encrypted inference uses; a training's own stands in its report."""
-    from cloister.crypto.lattice.ring import SECURE_BITS
-    from cloister.crypto.owner_ckks.ring import SMALL, STANDARD
+    from cloister.mpc.crypto.owner_ckks.ring import SMALL, STANDARD
+    from cloister.mpc.crypto.rns.ring import SECURE_BITS
 
     most = max(SECURE_BITS)
     trained = f"training: up to log N {most.bit_length() - 1}, log Q {SECURE_BITS[most]}"
@@ -114,18 +114,18 @@ def _rings() -> Finding:
 
 def _card() -> Finding:
     """A card that a provider of `adapt-model` could compute on."""
-    from cloister.crypto.owner_ckks import card
+    from cloister.provider.gpu import cuda_device
 
-    if reason := card.why_not():
+    if reason := cuda_device.why_not():
         return Finding("gpu", "note", f"{reason}; a model's provider computes on its CPU")
-    return Finding("gpu", "ok", card.name())
+    return Finding("gpu", "ok", cuda_device.name())
 
 
 def _examine_kit(path: Path) -> Iterator[Finding]:
     from cloister import workflows
-    from cloister.runtime.kit import Kit
-    from cloister.runtime.sign_off.expiry import overdue
-    from cloister.workflows.steps import check_site, check_steps
+    from cloister.deploy.approval.expiry import overdue
+    from cloister.deploy.kit import Kit
+    from cloister.workflows.pipeline import check_site, check_steps
 
     try:
         kit = Kit.open(path)
@@ -170,7 +170,7 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
             yield Finding("limits", "note", str(e))
         yield _coordinator_answers(kit.study.network.get("host"), kit.study.network.get("port"))
     if kit.role == "site":
-        from cloister.runtime.sign_off.own_cells import check_approved_cells, open_cells
+        from cloister.deploy.approval.own_cells import check_approved_cells, open_cells
 
         try:
             with about(str(policy.data or "")):
@@ -192,8 +192,8 @@ def _approval(kit: Kit) -> str:
 
 def _terms(kit: Kit, policy: Policy) -> Iterator[Finding]:
     """On what terms this party takes part."""
-    from cloister.report.signed import terms_rows
-    from cloister.runtime.kit import CONSENTS_SET
+    from cloister.deploy.kit import CONSENTS_SET
+    from cloister.report.provenance import terms_rows
 
     shown = "; ".join(f"{title}: {text}" for title, text in terms_rows(kit.terms(policy)))
     yield Finding("terms", "ok", shown)
@@ -247,7 +247,7 @@ def _certificates(kit: Kit) -> Iterator[Finding]:
 
     from cryptography import x509
 
-    from cloister.runtime.ready import check_certificate
+    from cloister.deploy.ready import check_certificate
 
     try:
         check_certificate(kit)

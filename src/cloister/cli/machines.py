@@ -15,7 +15,7 @@ from cloister.errors import UsageError
 from cloister.report.parts import size
 
 if TYPE_CHECKING:
-    from cloister.runtime.kit import Kit
+    from cloister.deploy.kit import Kit
 
 
 def provision(
@@ -23,9 +23,9 @@ def provision(
     folder: Annotated[Path, typer.Option("--out", help="Folder for the kits; one per party.")] = Path("kits"),
 ) -> None:
     """Make a start-up kit with certificates for every party of a study."""
-    from cloister.runtime.provision import provision as make
+    from cloister.deploy.provision import provision as make
     from cloister.study import Study
-    from cloister.workflows.steps import check_steps
+    from cloister.workflows.pipeline import check_steps
 
     agreed = Study.load(study)
     check_steps(agreed)
@@ -65,7 +65,7 @@ def site(
     if (page and (approve or refuse)) or (port is not None and not page):
         raise UsageError("--page is for a party that starts, and --port for --page")
     if approve or refuse:
-        from cloister.runtime.kit import Kit
+        from cloister.deploy.kit import Kit
 
         if approve:
             _show_approved(_asked(Kit.open(kit)), by, data, small_change=small_change)
@@ -76,7 +76,7 @@ def site(
         raise UsageError(
             "--by, --data and --allow-small-change need --approve; a service reads its cells from local/site.toml"
         )
-    from cloister.runtime.start import start_party
+    from cloister.deploy.start import start_party
 
     if not page:
         start_party(kit)
@@ -101,8 +101,8 @@ def _show_refused(kit: Kit, by: str, data: Path | None) -> None:
 
 def _show_approved(kit: Kit, by: str, data: Path | None, *, small_change: bool = False) -> None:
     from cloister import governance
-    from cloister.report.signed import terms_rows
-    from cloister.runtime.kit import CONSENTS_SET
+    from cloister.deploy.kit import CONSENTS_SET
+    from cloister.report.provenance import terms_rows
 
     unseen = kit.unseen_consents(kit.policy())
     entry, study = kit.approve(by, data, small_change=small_change), kit.study
@@ -124,7 +124,7 @@ def halt(
     by: Annotated[str, typer.Option(help="Who halts; the login name by default.")] = "",
 ) -> None:
     """Stop every run at this party now, and withdraw its approval."""
-    from cloister.runtime.sign_off.halting import halt as stop
+    from cloister.deploy.approval.halting import halt as stop
 
     done = stop(kit, by)
     out.print("the approval is withdrawn" if done.withdrawn else "there was no approval to withdraw")
@@ -147,8 +147,8 @@ def run(
     """Take part in one run between machines; as coordinator, start it."""
     import dataclasses
 
-    from cloister.runtime.attend import attend, check_same_study, conduct, take_away
-    from cloister.runtime.kit import Kit
+    from cloister.deploy.join import attend, check_same_study, conduct, take_away
+    from cloister.deploy.kit import Kit
     from cloister.study import Study
 
     if study is None:

@@ -137,8 +137,8 @@ def report(
     ] = None,
 ) -> None:
     """Make the page of a results folder again."""
+    from cloister.rehearsal.results import load_runs
     from cloister.report.page import write_report
-    from cloister.run.results import load_runs
 
     runs = load_runs(folder)
     title = runs[0].study.name if runs[0].study.at else "Cloister report"

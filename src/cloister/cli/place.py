@@ -28,8 +28,8 @@ def place(
 ) -> None:
     """Place cells that came later among integrated ones, which stay where they are. Nothing is sent."""
     from cloister.cells.files import read_cells, write_cells
-    from cloister.workflows.shared_pca import place_in_space
-    from cloister.workflows.trained.integration import Integration
+    from cloister.workflows.saved_models.integration import Integration
+    from cloister.workflows.shared_pca.workflow import place_in_space
 
     if path.exists() and path.samefile(data):
         raise UsageError(f"--out {path} is the file of the cells; name another")

@@ -37,9 +37,9 @@ def predict(
 ) -> None:
     """Label cells with a trained model: adds a column of labels and one of confidence. Nothing is sent."""
     from cloister.cells.files import read_cells, write_cells
-    from cloister.workflows.trained import load_model
-    from cloister.workflows.trained.cell_classifier import CellClassifier
-    from cloister.workflows.trained.integration import Integration
+    from cloister.workflows.saved_models import load_model
+    from cloister.workflows.saved_models.cell_classifier import CellClassifier
+    from cloister.workflows.saved_models.integration import Integration
 
     if path is not None and path.exists() and path.samefile(data):
         raise UsageError(f"--out {path} is the file of the cells; name another")

@@ -13,7 +13,7 @@ from cloister.cli.options import FLAG, AsJson
 from cloister.errors import DataError, ReceiptError, UsageError
 
 if TYPE_CHECKING:
-    from cloister.net.receipts import Receipt
+    from cloister.mpc.net.receipts import Receipt
 
 
 def receipt(
@@ -31,7 +31,7 @@ def receipt(
 ) -> None:
     """Verify a receipt, then print what was computed, with whom, what left this party and who learned what."""
     from cloister.cells.files import open_cells
-    from cloister.net.receipts import Receipt
+    from cloister.mpc.net.receipts import Receipt
 
     if compare or other is not None:
         _compare_receipts(path, other, compare=compare, study=study)
@@ -70,8 +70,8 @@ def receipt(
 
 def _export(loaded: Receipt, path: Path, crate: Path) -> None:
     """Write the crate of a receipt that was found genuine; the study file is the one in `run.json` beside it."""
+    from cloister.rehearsal.results import load_run
     from cloister.report.crate import export_crate
-    from cloister.run.results import load_run
     from cloister.study import format_study
 
     run = load_run(path.parent)
@@ -82,7 +82,7 @@ def _export(loaded: Receipt, path: Path, crate: Path) -> None:
 
 
 def _compare_receipts(path: Path, other: Path | None, *, compare: bool, study: Path | None) -> None:
-    from cloister.net import receipts
+    from cloister.mpc.net import receipts
 
     if other is None or not compare:
         raise UsageError("two receipts are put side by side with --compare: cloister receipt A.json B.json --compare")
@@ -100,8 +100,8 @@ def _compare_receipts(path: Path, other: Path | None, *, compare: bool, study: P
 
 def _check_genuine(receipt: Receipt, study: Path | None) -> None:
     """Raise unless the chain holds and is signed, with the key that the study names for its party if there is one."""
-    from cloister.crypto.agreement import check_signature
-    from cloister.net.seat import SIGNED
+    from cloister.mpc.crypto.agreement import check_signature
+    from cloister.session import SIGNED
     from cloister.study import Party, Study
 
     if receipt.status == "running":

@@ -28,7 +28,7 @@ from cloister.cli.options import (
 from cloister.errors import CloisterError, UsageError
 
 if TYPE_CHECKING:
-    from cloister.run.run import Run
+    from cloister.rehearsal.run import Run
 
 
 MOST_SHOWN = 12  # groups of a column that a table lists; --json has more
@@ -48,9 +48,9 @@ def check(
     """
     from cloister.cells import tables as cells
     from cloister.cells.files import open_cells
-    from cloister.cells.pace import told_to
+    from cloister.cells.progress import told_to
     from cloister.errors import about
-    from cloister.run.progress import passes_of
+    from cloister.rehearsal.progress import passes_of
 
     words = [*map(str, files), *context.args]
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
@@ -171,10 +171,10 @@ def _check_for(workflow: str | None, args: list[str], context: typer.Context) ->
     """Three functions: check a site's cells (returns warnings), look at all together, and say what is needed."""
     from cloister import workflows
     from cloister.cells import tables as cells
-    from cloister.run.together import look_together
+    from cloister.rehearsal.compatibility import look_together
     from cloister.study import Party, Study
+    from cloister.workflows.pipeline import check_site, check_steps
     from cloister.workflows.site_labels import use_study_labels
-    from cloister.workflows.steps import check_site, check_steps
 
     if workflow is None or not workflow.endswith(STUDY):
         found = workflows.get(workflow) if workflow else None
@@ -216,7 +216,7 @@ def _check_for(workflow: str | None, args: list[str], context: typer.Context) ->
     def look(loaded: Any) -> Any:
         found = look_together(loaded, first, options)
         if labelled[0] is not first and found.labels is None:
-            from cloister.run.together import look_at_labels
+            from cloister.rehearsal.compatibility import look_at_labels
 
             look_at_labels(found, loaded, labelled[1])
         return found
@@ -240,7 +240,7 @@ def _label_key(args: list[str]) -> str | None:
 def _needs(workflow: Any, options: Any, site: str, adata: Any) -> list[str]:
     """What a workflow reads of a site's cells, and whether it is there; with the options that name it."""
     from cloister.cells.tables import places
-    from cloister.workflows.steps import SLOTS
+    from cloister.workflows.pipeline import SLOTS
 
     here, found = places(adata), []
     for key in dict.fromkeys((*workflow.reads(options, site), "label_key")):
@@ -260,7 +260,7 @@ def _needs_of_all(adata: Any) -> dict[str, str]:
     """For every workflow with its usual options, what of these cells is missing."""
     from cloister import workflows
     from cloister.cells.tables import places
-    from cloister.workflows.steps import needed
+    from cloister.workflows.pipeline import needed
 
     here, found = places(adata), {}
     for name in workflows.names():
@@ -298,8 +298,8 @@ def rehearse(
     of the workflow's name is rehearsed as it stands, all its steps one after the other.
     """
     from cloister import workflows
-    from cloister.run.rehearsal import check_sites
-    from cloister.run.rehearsal import plan as plan_study
+    from cloister.rehearsal.rehearsal import check_sites
+    from cloister.rehearsal.rehearsal import plan as plan_study
     from cloister.study import Study
 
     plan: dict[str, Any] = {"mode": "hardened", "seed": 0, "timeout": 60.0}
@@ -349,11 +349,11 @@ def _what(study: Any) -> str:
 def _rehearse_one(
     study: Any, files: dict[str, Path], folder: Path | None, *, processes: bool, as_json: bool, quiet: bool
 ) -> None:
-    from cloister.run.rehearsal import rehearse_study
+    from cloister.rehearsal.rehearsal import rehearse_study
 
     show_warnings(study)
     if folder is not None:
-        from cloister.run.results import check_folder
+        from cloister.rehearsal.results import check_folder
 
         check_folder(folder, study)
     with progress(quiet=quiet or as_json) as tell:
@@ -366,9 +366,9 @@ def _rehearse_whole(
     study: Any, data: list[str] | None, folder: Path | None, *, processes: bool, as_json: bool, quiet: bool
 ) -> None:
     """A study as it stands, with the parties that it names."""
-    from cloister.run.rehearsal import check_sites, rehearse_steps
-    from cloister.run.results import check_folder, clear_steps, save_run, step_folder
-    from cloister.workflows.steps import check_steps
+    from cloister.rehearsal.rehearsal import check_sites, rehearse_steps
+    from cloister.rehearsal.results import check_folder, clear_steps, save_run, step_folder
+    from cloister.workflows.pipeline import check_steps
 
     files = sites_of(data)
     check_sites(study, files)

@@ -22,9 +22,9 @@ from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
 from cloister.demo.statistics import bin_values, compare_groups, find_outliers, integrate, shared_pca
 from cloister.demo.story import Story
+from cloister.rehearsal.results import save_run
+from cloister.rehearsal.run import Run
 from cloister.report.page import write_report
-from cloister.run.results import save_run
-from cloister.run.run import Run
 
 DEMOS: dict[str, Callable[[Story, Tell], Played]] = {  # in the order of the story
     "bin-values": bin_values,

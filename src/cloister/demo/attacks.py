@@ -1,4 +1,4 @@
-"""What the demo's parties could make of what they are shown: attacks of `cloister.attacks`, on the demo's own runs.
+"""What the demo's parties could make of what they see: attacks of `cloister.papers.attacks`, on the demo's own runs.
 
 An attack reads the messages of the run (`attacks.sent`) and its results, as the party that it plays got them, and says
 beside its outcome what guessing gives. A vector that is masked, or a ciphertext, is read as if it were not: the same
@@ -14,30 +14,32 @@ from typing import Any
 
 import numpy as np
 
-from cloister.attacks import masked_rows, opened_forest, single_site, trilateration
-from cloister.attacks import propagation as attack
-from cloister.attacks.block_regression import fit_block
-from cloister.attacks.opened_forest import lucky
-from cloister.attacks.sent import MASKED, Sent
-from cloister.crypto.entropy import Entropy
-from cloister.crypto.fixedpoint import FixedPoint
-from cloister.crypto.owner_ckks import scheme as block
-from cloister.crypto.replicated import Ring
 from cloister.errors import CloisterError
 from cloister.models import cellcnn, graph, polynomial
 from cloister.models.harmony import unit
 from cloister.models.linear import hold_out
-from cloister.protocols.cellcnn import clear_training, encrypted_training
-from cloister.protocols.fedavg import packed_words as lanes
-from cloister.protocols.fedavg.training_terms import Weights
-from cloister.protocols.forest import counted_forest, masked_forest
-from cloister.protocols.groups.contrast_terms import Table, part_of
-from cloister.protocols.harmony import federated_harmony
-from cloister.protocols.knn import plain_knn
-from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, shared_pca
+from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.crypto.fixed_point import FixedPoint
+from cloister.mpc.crypto.owner_ckks import scheme as block
+from cloister.mpc.crypto.replicated import Ring
+from cloister.mpc.sums import packed_words as lanes
+from cloister.mpc.sums import pooled_quantiles, pooled_scaling
+from cloister.papers import averaged_quantiles, clear_training, federated_harmony, masked_forest, plain_knn
+from cloister.papers.attacks import masked_rows, opened_forest, single_site, trilateration
+from cloister.papers.attacks import propagation as attack
+from cloister.papers.attacks.block_regression import fit_block
+from cloister.papers.attacks.opened_forest import lucky
+from cloister.papers.attacks.sent import MASKED, Sent
 from cloister.study import Party
-from cloister.workflows import compare_groups, fine_tune, propagate_labels
-from cloister.workflows.adaptation.asking import inputs_of
+from cloister.workflows.adapt_model.inference import inputs_of
+from cloister.workflows.compare_groups import workflow as compare_groups
+from cloister.workflows.compare_groups.contrast_terms import Table, part_of
+from cloister.workflows.find_outliers import counted_forest
+from cloister.workflows.fine_tune import workflow as fine_tune
+from cloister.workflows.fine_tune.training_terms import Weights
+from cloister.workflows.propagate_labels import workflow as propagate_labels
+from cloister.workflows.shared_pca import shared_pca
+from cloister.workflows.train_cellcnn import encrypted_training
 
 
 def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -> str:

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from cloister.attacks.sent import Sent
 from cloister.cells import tables as cells
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, cost_of, percent
 from cloister.demo.story import Story
 from cloister.models import graph
-from cloister.protocols.knn import plain_knn
-from cloister.run.rehearsal import rehearse
-from cloister.workflows.baselines.mapping import mapping_baselines
-from cloister.workflows.propagate_labels import Options
+from cloister.papers import plain_knn
+from cloister.papers.attacks.sent import Sent
+from cloister.papers.baselines.mapping import mapping_baselines
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.workflows.propagate_labels.workflow import Options
 
 
 def map_labels(story: Story, tell: Tell) -> Played:

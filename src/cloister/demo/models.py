@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from cloister.attacks.sent import MASKED, Sent
 from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
 from cloister.demo import attacks
@@ -14,13 +13,15 @@ from cloister.demo.rows import Played, Tell, cost_of, linear_figures, percent, r
 from cloister.demo.story import CLASSIFIER, CLONE, Story, panel
 from cloister.errors import CloisterError
 from cloister.models import cellcnn, polynomial
-from cloister.protocols.cellcnn import clear_training, encrypted_training
-from cloister.protocols.fedavg.training_terms import Weights
-from cloister.protocols.sums import pooled_scaling
-from cloister.run.rehearsal import rehearse
-from cloister.workflows import fine_tune as tuning
-from cloister.workflows import train_cellcnn as training
-from cloister.workflows.figures.cellcnn import accuracy
+from cloister.mpc.sums import pooled_scaling
+from cloister.papers import clear_training
+from cloister.papers.attacks.sent import MASKED, Sent
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.workflows.fine_tune import workflow as tuning
+from cloister.workflows.fine_tune.training_terms import Weights
+from cloister.workflows.train_cellcnn import encrypted_training
+from cloister.workflows.train_cellcnn import workflow as training
+from cloister.workflows.train_cellcnn.figures import accuracy
 
 DEMO_PENALTY = 0.01  # of the logistic regressions alone and pooled
 DRAWS = 5  # of donors: one draw of so few says little

@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cloister.net.events import Event
+from cloister.mpc.net.events import Event
+from cloister.papers.baselines.mapping import linear_label
+from cloister.rehearsal.run import Run
 from cloister.report.parts import size
-from cloister.run.run import Run
-from cloister.workflows.baselines.mapping import linear_label
 
 HEADER = ("workflow", "mode", "measure", "alone", "together", "pooled", "attack", "sent", "seconds")
 Tell: TypeAlias = Callable[[Event], None] | None

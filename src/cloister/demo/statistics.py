@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from cloister.attacks.sent import MASKED, Sent
 from cloister.cells import tables as cells
 from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
@@ -15,13 +14,13 @@ from cloister.demo.rows import Played, Tell, auroc, cost_of, percent
 from cloister.demo.story import GROUPS, SPACE, Story, differing
 from cloister.models import isolation_forest
 from cloister.models.harmony import EVERYTHING, Settings
-from cloister.protocols.harmony import federated_harmony
-from cloister.protocols.harmony.harmony_steps import Cells, Params, together
-from cloister.protocols.sums import averaged_quantiles
-from cloister.run.rehearsal import rehearse
+from cloister.papers import averaged_quantiles, federated_harmony
+from cloister.papers.attacks.sent import MASKED, Sent
+from cloister.papers.baselines.groups import group_baselines
+from cloister.rehearsal.rehearsal import rehearse
 from cloister.study import Party
-from cloister.workflows.baselines.groups import group_baselines
-from cloister.workflows.bin_values import digitise, spread
+from cloister.workflows.bin_values.workflow import digitise, spread
+from cloister.workflows.integrate.harmony_steps import Cells, Params, together
 
 TREES = 400  # with 100, chance moves an area by 0.013, a third of what is to be seen
 

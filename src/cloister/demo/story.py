@@ -19,7 +19,7 @@ import numpy as np
 
 from cloister.cells import demo as demo_data
 from cloister.cells.files import read_cells, write_cells
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.rehearsal import rehearse
 
 if TYPE_CHECKING:
     from anndata import AnnData

@@ -36,10 +36,10 @@ from typing import Any
 import numpy as np
 
 from cloister.arrays import F32, F64, I32, I64, U8
-from cloister.crypto.agreement import bind, hkdf
-from cloister.crypto.prg import Prg
-from cloister.crypto.replicated import index_bits as index_bits
 from cloister.errors import DataError, ParameterError
+from cloister.mpc.crypto.agreement import bind, hkdf
+from cloister.mpc.crypto.prg import Prg
+from cloister.mpc.crypto.replicated import index_bits as index_bits
 
 FRACTION = 28  # bits of the fixed point of S_L
 REACHED = 1e-9  # influence of all labels together below which a point counts as not reached

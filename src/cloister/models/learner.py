@@ -176,7 +176,7 @@ class Clipped:
 
 
 class Learner:
-    """See `cloister.protocols.fedavg.training_parts.Learner`, which this is."""
+    """See `cloister.workflows.fine_tune.training_parts.Learner`, which this is."""
 
     def __init__(
         self,

@@ -8,13 +8,13 @@ import sys
 import threading
 from collections.abc import Mapping
 
+from cloister.deploy.approval.approval import check_name
+from cloister.deploy.approval.halting import halt
+from cloister.deploy.kit import Kit
+from cloister.deploy.service import Service
 from cloister.errors import CloisterError, ParameterError, UsageError
-from cloister.runtime.kit import Kit
-from cloister.runtime.service import Service
-from cloister.runtime.sign_off.approval import check_name
-from cloister.runtime.sign_off.halting import halt
 
-log = logging.getLogger("cloister.runtime")
+log = logging.getLogger("cloister.deploy")
 
 
 class Decisions:

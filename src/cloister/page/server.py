@@ -30,17 +30,17 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from cloister import files
-from cloister.crypto.entropy import Entropy
+from cloister.deploy.kit import Kit
+from cloister.deploy.service import Service
+from cloister.deploy.start import say
 from cloister.errors import CloisterError, UsageError
+from cloister.mpc.crypto.entropy import Entropy
 from cloister.page import view
 from cloister.page.decide import Decisions
-from cloister.page.state import find_run, look
+from cloister.page.state import find_run, snapshot
+from cloister.rehearsal.results import load_runs
 from cloister.report.page import report_text
 from cloister.report.parts import POLICY as REPORT
-from cloister.run.results import load_runs
-from cloister.runtime.kit import Kit
-from cloister.runtime.service import Service
-from cloister.runtime.start import say
 
 HERE, PORT = "127.0.0.1", 8642
 TOKEN = "page.token"  # in the kit
@@ -183,9 +183,9 @@ class Answer(BaseHTTPRequestHandler):
     def _get(self, path: str) -> None:
         if path == "/":
             done = parse_qs(urlsplit(self.path).query).get("done", [""])[0]
-            self._send(HTTPStatus.OK, view.home(look(self.server.service), self.server.form, self.who, done=done))
+            self._send(HTTPStatus.OK, view.home(snapshot(self.server.service), self.server.form, self.who, done=done))
         elif path == "/now":
-            state = look(self.server.service)
+            state = snapshot(self.server.service)
             self._send(HTTPStatus.OK, view.now(state.running), headers={"X-State": state.mark})
         elif path == "/style.css":
             self._send(HTTPStatus.OK, _asset("report.css") + _asset("page.css"), "text/css")
@@ -222,7 +222,7 @@ class Answer(BaseHTTPRequestHandler):
         try:
             done = getattr(self.server.decisions, path[1:])(fields)
         except CloisterError as e:
-            state = look(self.server.service)
+            state = snapshot(self.server.service)
             self._send(HTTPStatus.CONFLICT, view.home(state, self.server.form, self.who, error=str(e)))
             return
         self._send(HTTPStatus.SEE_OTHER, "", headers={"Location": f"/?done={done}"})

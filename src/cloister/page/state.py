@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 from cloister import governance
+from cloister.deploy.approval.approval import Approval
+from cloister.deploy.kit import Kit, Policy
+from cloister.deploy.logs import standing_of
+from cloister.deploy.party import Ended
+from cloister.deploy.service import Service
 from cloister.errors import CloisterError
-from cloister.run.progress import Standing
-from cloister.runtime.kit import Kit, Policy
-from cloister.runtime.logs import standing_of
-from cloister.runtime.party import Ended
-from cloister.runtime.service import Service
-from cloister.runtime.sign_off.approval import Approval
+from cloister.rehearsal.progress import Standing
 
 NAME = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")  # a run's folder: when it began, and its id
 SHOWN = 50  # runs in the list
@@ -105,7 +105,7 @@ def running(service: Service) -> dict[str, Standing | None]:
     return {run.hex(): standing_of(service.kit, run.hex()) for run in [*service.runs]}
 
 
-def look(service: Service) -> State:
+def snapshot(service: Service) -> State:
     """Everything at once. Raises `CloisterError` if the kit itself cannot be opened."""
     kit = Kit.open(service.kit.path)
     now, connected, approval, left, trouble = running(service), sorted(service.connected), None, list[Left](), ""

@@ -7,16 +7,16 @@ import time
 
 from cloister import governance, workflows
 from cloister._version import __version__
-from cloister.crypto.agreement import check_signature
 from cloister.errors import CloisterError, ReceiptError
-from cloister.net.receipts import Receipt
-from cloister.net.seat import SIGNED
+from cloister.mpc.crypto.agreement import check_signature
+from cloister.mpc.net.receipts import Receipt
 from cloister.page.state import SHOWN, Past, Stage, State
+from cloister.rehearsal.progress import Standing
 from cloister.report.learned import in_short
 from cloister.report.page import shown_options
 from cloister.report.parts import Html, facts, join, names, seconds, size, table, tag
-from cloister.report.signed import signed_rows
-from cloister.run.progress import Standing
+from cloister.report.provenance import signed_rows
+from cloister.session import SIGNED
 from cloister.study import Study
 
 BADGES: dict[Stage, tuple[str, str]] = {

@@ -1,60 +1,21 @@
-"""The protocols: one file each, with every role in it, in folders by what they are for.
+"""Index of the protocols: each is one module, with every role in it.
 
-A protocol is called by its file everywhere: on the wire, in receipts, in `cloister explain`. Modes: h hardened, s
-semi-honest, p published, plain; `data/modes.toml` says which workflow runs it in which.
+A protocol is called by its module's name, or by the `PROTOCOL` that it declares: on the wire, in receipts, in
+`cloister explain`. Modes: h hardened, s semi-honest, p published, plain; `data/modes.toml` says which workflow runs it
+in which.
 
-    sums/           what is added up over sites
+    mpc/sums/                     sums over sites
       secure_sum            [BIK+17] fig. 4                              h s p plain
       checked_sum           [BIK+17], [CW81] affine tags                h s p plain
       same_view             ours                                         h p plain s
       common_seed           [MA24] algorithm 1, without its server       h s p plain
-      common_space          ours                                         h s p plain
-      common_genes          ours                                         h p s
       count_tests           [IK02] section 3                             h p plain
       pooled_scaling        ours                                         h p plain
       pooled_quantiles      [FedscGPT] algorithm 1, as it is meant       h
-      averaged_quantiles    [FedscGPT] algorithm 1, lines 2-9            p
-      shared_pca            [SAT+15] genes; sums ours                    h
-      row_sums              [SYL24] section 3.2, SecureRowSums           p
-    harmony/        integrate
-      pooled_harmony        [KMF+19]; sums ours                          h
-      federated_harmony     [FH], as its code does it                    p
-    groups/         compare-groups
-      pooled_contrasts      [LCSS14], [Smy04], [PSL+22]; sums ours       h
-    logistic/       train-classifier
-      common_labels         ours                                         h s
-      pooled_discriminant   [FHT09], [RFL+21]; sums ours                 h
-      pooled_logistic       [LN89], [FTU23]; sums ours                   s
-      noisy_logistic        [MRTZ18], donors for users                   h
-    sharing/        three parties that compute
+    mpc/three_party/              computation by three parties
       replicated            [AFL+16], [MR18], [AHI+22]                   s p
       verified              [BBC+19], [BGIN20], [LN17]                   h s p plain
-    knn/            map-labels
-      mapping_terms         ours                                         h s p plain
-      reference_distances   ours                                         h s
-      verified_knn          [FedscGPT] algorithms 3-6, their function    h
-      private_knn           the same                                     s p
-      published_knn         [FedscGPT] algorithms 3-6, step by step      p
-      plain_knn             [FedscGPT] algorithm 2                       plain
-    hamming/        distances between codes
-      secure_hamming        [SYL24] section 3.2, SecureHamming           p
-      hamming_mpc           [SYL24] section 3.2; [AFL+16]                p
-      hamming_ot            [SYL24] section 3.2; [BCP13]                 s p
-      hamming_he            [SYL24] section 3.2, PHE-based               s p
-      oblivious_transfer    [CO15], [IKNP03], [KOS15], [ALSZ13]          s p
-    propagation/    propagate-labels
-      point_roster          [SYL24] algorithm 1, line 1                  h s p
-      private_graph         [SYL24] algorithm 1, lines 5-7               s
-      verified_propagation  ours; [SYL24] algorithm 1, lines 1-7         h
-      private_propagation   [SYL24] algorithm 1, its result              s
-      shared_scores         [AFL+16]                                     s p
-      chosen_settings       ours                                         s p
-      class_means           ours                                         s p
-      label_propagation     [SYL24] algorithm 1, step by step            p
-    fedavg/         fine-tune, adapt-model
-      checked_training      [ACG+16] clipping and noise, in sums         h
-      federated_training    [MMR+17] algorithm 1; [LSZ+20], [KKM+20]     p
-    ckks/           keys that all sites hold together
+    mpc/threshold_ckks/           CKKS keys that all sites hold together
       collective_key        [MTBH21] protocol 1                          h p
       collective_relin      [MTBH21] protocol 2                          h p
       collective_rotation   [MTBH21] section 4.3                         h p
@@ -64,27 +25,71 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       threshold_decrypt     [MTBH21] section 4.4; [LM21]                 h p
       key_switch            [MTBH21] protocol 3                          h
       collective_audit      ours                                         h p
-    cellcnn/        train-cellcnn, predict-cellcnn
+    workflows/common/             shared by several workflows
+      common_space          ours                                         h s p plain
+      common_genes          ours                                         h p s
+    workflows/shared_pca/
+      shared_pca            [SAT+15] genes; sums ours                    h
+    workflows/integrate/
+      pooled_harmony        [KMF+19]; sums ours                          h
+    workflows/compare_groups/
+      pooled_contrasts      [LCSS14], [Smy04], [PSL+22]; sums ours       h
+    workflows/train_classifier/
+      common_labels         ours                                         h s
+      pooled_discriminant   [FHT09], [RFL+21]; sums ours                 h
+      pooled_logistic       [LN89], [FTU23]; sums ours                   s
+      noisy_logistic        [MRTZ18], donors for users                   h
+    workflows/map_labels/
+      mapping_terms         ours                                         h s p plain
+      reference_distances   ours                                         h s
+      verified_knn          [FedscGPT] algorithms 3-6, their function    h
+      private_knn           the same                                     s p
+    workflows/propagate_labels/
+      point_roster          [SYL24] algorithm 1, line 1                  h s p
+      private_graph         [SYL24] algorithm 1, lines 5-7               s
+      verified_propagation  ours; [SYL24] algorithm 1, lines 1-7         h
+      private_propagation   [SYL24] algorithm 1, its result              s
+      shared_scores         [AFL+16]                                     s p
+      chosen_settings       ours                                         s p
+      class_means           ours                                         s p
+    workflows/fine_tune/          and adapt-model
+      checked_training      [ACG+16] clipping and noise, in sums         h
+    workflows/train_cellcnn/
       cellcnn_terms         ours                                         h p plain
       encrypted_training    [SAV22] note 4, factored                     h
       encrypted_validation  ours; [SAV22] after an epoch                 h
-      published_training    [SAV22] note 4, algorithm 1                  p
-      clear_training        [SAV22] note 4, in plain numbers             plain
       pooled_counts         [AC17] the best of several                   h p plain
+    workflows/predict_cellcnn/
       cellcnn_card          ours                                         h
       oblivious_prediction  [SAV22] oblivious inference                  h
       private_prediction    [SAV22] with an opened model                 h
-    inference/      adapt-model, serve-model
+    workflows/adapt_model/        and serve-model
       model_card            ours                                         h p
       encrypted_inference   [BlindFed] section 3.2, blinded              h p
+    workflows/find_outliers/
+      counted_forest        [LTZ08], [HKB19]; counts ours                h
+    papers/                       published and plain modes, step by step
+      averaged_quantiles    [FedscGPT] algorithm 1, lines 2-9            p
+      row_sums              [SYL24] section 3.2, SecureRowSums           p
+      federated_harmony     [FH], as its code does it                    p
+      published_knn         [FedscGPT] algorithms 3-6, step by step      p
+      plain_knn             [FedscGPT] algorithm 2                       plain
+      label_propagation     [SYL24] algorithm 1, step by step            p
+      federated_training    [MMR+17] algorithm 1; [LSZ+20], [KKM+20]     p
+      published_training    [SAV22] note 4, algorithm 1                  p
+      clear_training        [SAV22] note 4, in plain numbers             plain
       permuted_inference    [BlindFed] section 3.2, equations 3-7        p
       encrypted_loss        [BlindFed] section 3.3                       p
-    forest/         find-outliers
-      counted_forest        [LTZ08], [HKB19]; counts ours                h
       masked_forest         [MA24] algorithm 3                           p
       private_slots         [MA24] algorithm 1, algorithm 2 L8           p
+    papers/hamming/               distances between codes
+      secure_hamming        [SYL24] section 3.2, SecureHamming           p
+      hamming_mpc           [SYL24] section 3.2; [AFL+16]                p
+      hamming_ot            [SYL24] section 3.2; [BCP13]                 s p
+      hamming_he            [SYL24] section 3.2, PHE-based               s p
+      oblivious_transfer    [CO15], [IKNP03], [KOS15], [ALSZ13]          s p
 
-The other files hold circuits, parameters and local steps that several of these share.
+The other modules hold circuits, parameters and local steps that several of these share.
 """
 
 from __future__ import annotations
@@ -96,27 +101,34 @@ import re
 import types
 from pathlib import Path
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
+PLACES = ("mpc", "workflows", "papers")
+DECLARED = re.compile(r'^PROTOCOL = "(\w+)"$', re.MULTILINE)
 
 
 @functools.cache
 def names() -> dict[str, str]:
-    """Protocol → the folder that its file is in; helpers and circuits are among them."""
-    return {p.stem: p.parent.name for p in sorted(HERE.glob("*/*.py")) if p.stem != "__init__"}
+    """Protocol → its module, dotted, below `cloister`; helpers and circuits are among them."""
+    paths = sorted(p for place in PLACES for p in (ROOT / place).rglob("*.py") if p.stem != "__init__")
+    found = {p.stem: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in paths}
+    for p in paths:
+        if declared := DECLARED.search(p.read_text(encoding="utf-8")):
+            found.setdefault(declared[1], found[p.stem])
+    return found
 
 
 def load(name: str) -> types.ModuleType:
-    """The module of a protocol; that of a test or a benchmark lies beside the folders."""
-    folder = names().get(name)
-    return importlib.import_module(f"cloister.protocols.{f'{folder}.' if folder else ''}{name}")
+    """The module of a protocol."""
+    return importlib.import_module(f"cloister.{names()[name]}")
 
 
 @functools.cache
 def docstring(name: str) -> str:
-    """What a protocol file says about itself, read without importing it; empty if there is no such file."""
+    """What a protocol's module says about itself, read without importing it; empty if there is no such module."""
     if name not in names():
         return ""
-    return ast.get_docstring(ast.parse((HERE / names()[name] / f"{name}.py").read_text(encoding="utf-8"))) or ""
+    path = ROOT / f"{names()[name].replace('.', '/')}.py"
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
 
 
 def section(name: str, title: str) -> str:

@@ -27,8 +27,8 @@ from typing import Any
 
 from cloister import files, governance, workflows
 from cloister.errors import CloisterError, DataError, ReceiptError
-from cloister.net.receipts import Receipt
-from cloister.report.signed import signed_rows
+from cloister.mpc.net.receipts import Receipt
+from cloister.report.provenance import signed_rows
 from cloister.workflows.modes import LEAVES, STAYS
 
 METADATA = "ro-crate-metadata.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from cloister import workflows
+from cloister.rehearsal.run import Run
 from cloister.report.parts import Html, count, facts, join, names, size, tag
-from cloister.run.run import Run
 from cloister.study import Study
 
 

@@ -17,11 +17,11 @@ from typing import Any
 from cloister import errors, files, workflows
 from cloister._version import __version__
 from cloister.errors import CloisterError, DiskError
+from cloister.rehearsal.run import Abort, Run, plain
 from cloister.report import sections
 from cloister.report.learned import learned, short
 from cloister.report.parts import Html, count, document, escape, facts, join, names, size, table, tag, value
-from cloister.report.signed import signed
-from cloister.run.run import Abort, Run, plain
+from cloister.report.provenance import signed
 from cloister.study import Study
 
 Rows = Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]  # dicts, or lists of which the first is the header

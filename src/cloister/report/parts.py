@@ -20,7 +20,7 @@ from cloister._version import __version__
 from cloister.study import Study
 
 if TYPE_CHECKING:
-    from cloister.run.run import Abort, Flow
+    from cloister.rehearsal.run import Abort, Flow
 
 NUMBER = re.compile(r"–|-?\d[\d.,]*(e[+-]?\d+)?( ?(%|[kMGT]?B|ms|s|min))?")
 MOST_NAMES = 8

@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 from cloister import protocols
-from cloister.crypto.agreement import check_signature
 from cloister.errors import CloisterError, ReceiptError
-from cloister.net.receipts import Receipt
-from cloister.net.seat import SIGNED
+from cloister.mpc.crypto.agreement import check_signature
+from cloister.mpc.net.receipts import Receipt
+from cloister.rehearsal.run import Abort, Run, plain
 from cloister.report.learned import sentence
 from cloister.report.parts import (
     Html,
@@ -26,7 +26,7 @@ from cloister.report.parts import (
     tag,
     value,
 )
-from cloister.run.run import Abort, Run, plain
+from cloister.session import SIGNED
 from cloister.study import Study
 
 ABORT = "channel.Abort"

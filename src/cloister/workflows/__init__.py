@@ -2,7 +2,7 @@
 
 A workflow file defines `WORKFLOW`: its options, the code of every party (`site`, `coordinator`, and `auxiliary` where a
 mode needs one), the check of a site's cells, and how to draw the result. `data/modes.toml` declares its modes. The file
-also has the public function, `bin_values(adata, seat)`: the site's part for who sits in a notebook.
+also has the public function, `bin_values(adata, session)`: the site's part for who sits in a notebook.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cloister import governance, protocols
 from cloister.errors import DataError, ParameterError, UsageError
-from cloister.net.seat import Outcome, Place, Seat
+from cloister.session import Outcome, RemoteSession, Session
 from cloister.study import Study
 from cloister.workflows.modes import LEAVES, STAYS, TOGETHER, Mode, Rows
 from cloister.workflows.options import read_options
@@ -43,7 +43,7 @@ SHIPPED = (
 NAMES = SHIPPED  # tests and benchmarks add workflows of their own to these
 
 
-def _no_part(seat: Seat, options: Any) -> Outcome:
+def _no_part(session: Session, options: Any) -> Outcome:
     return Outcome()
 
 
@@ -57,11 +57,11 @@ class Workflow:
     summary: str  # one line
     options: type[Any]  # frozen dataclass of `option`s
     modes: Mapping[str, Mode]
-    site: Callable[[Seat, AnnData, Any], Outcome]
+    site: Callable[[Session, AnnData, Any], Outcome]
     check: Callable[[AnnData, Any], list[str]]  # raises DataError, or returns warnings; nothing is sent
     brings: Callable[[AnnData, Any], None] | None = None  # raises DataError if a site that offers labels has none
-    coordinator: Callable[[Seat, Any], Outcome] = _no_part
-    auxiliary: Callable[[Seat, Any], Outcome] = _no_part
+    coordinator: Callable[[Session, Any], Outcome] = _no_part
+    auxiliary: Callable[[Session, Any], Outcome] = _no_part
     min_sites: int = 2
     in_mode: Callable[[Any, str], Any] | None = None  # options with the defaults of a mode filled in
     check_study: Callable[[Study, Any], None] | None = None  # raises ParameterError where options and study do not fit
@@ -81,15 +81,15 @@ class Workflow:
             raise ParameterError(f"'{self.name}' has no mode '{name}'; use mode {' or '.join(self.modes)}")
         return self.modes[name]
 
-    def part(self, seat: Seat, adata: AnnData | None, options: Any, *, checked: bool = False) -> Outcome:
+    def part(self, session: Session, adata: AnnData | None, options: Any, *, checked: bool = False) -> Outcome:
         """The part of whoever sits there. Cells are checked before anything is sent, unless they were already."""
-        if seat.role != "site":
-            return (self.coordinator if seat.role == "coordinator" else self.auxiliary)(seat, options)
+        if session.role != "site":
+            return (self.coordinator if session.role == "coordinator" else self.auxiliary)(session, options)
         if adata is None:
             raise DataError("a site needs cells; name them with --data")
         if not checked:
-            self.check_at(seat.me, adata, options)
-        return self.site(seat, adata, options)
+            self.check_at(session.me, adata, options)
+        return self.site(session, adata, options)
 
     def check_at(self, site: str, adata: AnnData, options: Any) -> list[str]:
         """Check the cells of one site, with what this site has to bring; returns what to know."""
@@ -98,19 +98,23 @@ class Workflow:
             self.brings(adata, options)
         return notes
 
-    def at_site(self, adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> tuple[AnnData, Outcome]:
+    def at_site(
+        self, adata: AnnData, session: Session | RemoteSession, *, copy: bool = False
+    ) -> tuple[AnnData, Outcome]:
         """The site's part with the options that the study agreed on, for the public function of the workflow."""
-        if seat.study.steps and not seat.study.at:
-            names = ", ".join(step.name for step in seat.study.steps)
-            raise UsageError(f"this is a study of several steps ({names}); take part in all: cl.take_part(adata, seat)")
-        workflow, options = check_plan(seat.study)
+        if session.study.steps and not session.study.at:
+            names = ", ".join(step.name for step in session.study.steps)
+            raise UsageError(
+                f"this is a study of several steps ({names}); take part in all: cl.take_part(adata, session)"
+            )
+        workflow, options = check_plan(session.study)
         if workflow.name != self.name:
             raise UsageError(f"this is a study of '{workflow.name}', not of '{self.name}'")
         adata = adata.copy() if copy else adata
-        if isinstance(seat, Seat):
-            return adata, self.part(seat, adata, options)
+        if isinstance(session, Session):
+            return adata, self.part(session, adata, options)
         self.check(adata, options)
-        outcome = seat.take_part(adata)
+        outcome = session.take_part(adata)
         adata._init_as_actual(outcome.adata)
         return adata, outcome
 
@@ -125,7 +129,7 @@ def get(name: str) -> Workflow:
         close = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"known are {', '.join(NAMES)}"
         raise UsageError(f"there is no workflow '{name}'; {hint}")
-    module = importlib.import_module(f"cloister.workflows.{name.replace('-', '_')}")
+    module = importlib.import_module(f"cloister.workflows.{name.replace('-', '_')}.workflow")
     return cast(Workflow, module.WORKFLOW)
 
 

@@ -11,13 +11,13 @@ from cloister.cells import tables as cells
 from cloister.cells.spaces import digest_of, edges_of
 from cloister.cells.values import matrix_of
 from cloister.errors import DataError, ParameterError
-from cloister.workflows.trained.gene_tokens import csr_rows, gene_tokens
+from cloister.workflows.saved_models.gene_tokens import csr_rows, gene_tokens
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
     from cloister.models.scgpt import ScGPT
-    from cloister.workflows.trained.fine_tuned import FineTuned
+    from cloister.workflows.saved_models.fine_tuned import FineTuned
 
 CHUNK = 4096  # cells that are tokens at a time
 
@@ -120,8 +120,8 @@ def vectors(
 
 
 def load_tuned(path: str | Path, pretrained: str | Path | None) -> FineTuned:
-    from cloister.workflows.trained import load_model
-    from cloister.workflows.trained.fine_tuned import FineTuned
+    from cloister.workflows.saved_models import load_model
+    from cloister.workflows.saved_models.fine_tuned import FineTuned
 
     tuned = load_model(path, pretrained)
     if not isinstance(tuned, FineTuned):

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cloister.cells.spaces import space_of
-from cloister.net.seat import Seat
-from cloister.protocols.sums import common_space
+from cloister.session import Session
+from cloister.workflows.common import common_space
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
 
-def agree_on_space(seat: Seat, use_rep: str | None, adata: AnnData | None = None) -> None:
+def agree_on_space(session: Session, use_rep: str | None, adata: AnnData | None = None) -> None:
     """Every party calls this first, a site with its cells; embeddings of different models end the run by name."""
     if use_rep in (None, "X"):
         return
-    params = common_space.Params(seat.sites, seat.coordinator, str(use_rep))
+    params = common_space.Params(session.sites, session.coordinator, str(use_rep))
     if adata is not None:
-        seat.run(common_space.site, params, space_of(adata, use_rep))
-    elif seat.role == "coordinator":
-        seat.run(common_space.coordinator, params)
+        session.run(common_space.site, params, space_of(adata, use_rep))
+    elif session.role == "coordinator":
+        session.run(common_space.coordinator, params)
     else:
-        seat.attend(params)
+        session.attend(params)

@@ -1,0 +1,309 @@
+"""Differencing across runs: a site does not answer twice with cells that differ in only a few.
+
+Two results over almost the same cells disclose the few cells in which they differ, by subtraction. So a site stores
+fingerprints of the rows it has answered with, and rejects a run whose rows differ from an earlier run's by fewer than
+`min_cells` rows, or by rows of fewer than `min_donors` donors. Exactly the same cells may be used again.
+
+Sums over several earlier runs can be combined too. Every run is a vector of zeros and ones over all rows. The leverage
+of a row in the space of these vectors is the largest part that it has in any combination of them; m rows whose sum can
+be computed have leverage 1/m each. A run is rejected if it raises the leverage of a row above 1 / `min_cells`. Rows
+that were in the same runs form an atom. A run is also rejected if it makes the sum over an atom of fewer than
+`min_donors` donors a combination of runs.
+
+Labels count too. If a group of cells with the same label has at least `min_cells` cells in both runs, it may not differ
+by fewer, whether cells were added, removed or relabelled; nor may fewer cells have changed in any column of obs that
+both studies read.
+
+Every row has three fingerprints: of its name, of its values, and of the names of the genes that are not zero. The last
+one is the same after another normalisation and in another order of genes; it is used where it tells most rows apart.
+So renaming cells does not hide that they are the same, nor does scaling them, nor both. Fingerprints are 64 bits of a
+keyed hash; the key is drawn at this site and stays in its folder, beside the file of the budget. Kits that share a
+budget share this too; kits that do not are not compared:
+
+    answered.key    (0600) 32 random bytes
+    answered.npz    (0600) for each set of cells: fingerprints of names, values, genes, donors and columns; the study
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cloister import files
+from cloister.arrays import F64, I64, U64, Bits
+from cloister.cells.fingerprint import RowPrints
+from cloister.deploy.approval.approval import Refusal, stamp_now
+from cloister.disclosure import Thresholds
+from cloister.errors import ParameterError
+from cloister.mpc.crypto.entropy import Entropy
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+KEY, FILE = "answered.key", "answered.npz"
+DISTINCT = 0.9  # fraction of rows with different patterns, from which patterns tell rows apart
+ODD = np.uint64(0x9E3779B97F4A7C15)
+ALLOW = "cloister site KIT --approve --allow-small-change"
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One earlier set of cells."""
+
+    matrix: str  # fingerprint of the whole matrix
+    study: str
+    when: str
+    rows: RowPrints
+
+
+@dataclass(frozen=True)
+class AnsweredCells:
+    """The sets of cells that this site has answered with, on disk."""
+
+    folder: Path
+
+    def check(
+        self, adata: AnnData, matrix: str, donor_key: str | None, least: Thresholds, columns: Iterable[str] = ()
+    ) -> None:
+        """Raise `Refusal` if a run on these cells would disclose a few of them, together with earlier runs."""
+        if earlier := self._load():
+            check_new(earlier, self._rows(earlier, adata, matrix, donor_key, columns), least)
+
+    def admit(
+        self,
+        adata: AnnData,
+        matrix: str,
+        donor_key: str | None,
+        study: str,
+        least: Thresholds | None = None,
+        columns: Iterable[str] = (),
+    ) -> None:
+        """Check and store, in one step, that a run on these cells is about to be answered; without `least`, store it.
+
+        Two runs that begin at the same time are compared as well. `columns` are those of obs that the study reads.
+        """
+        with self._locked():
+            earlier = self._load()
+            rows = self._rows(earlier, adata, matrix, donor_key, columns)
+            if least is not None:
+                check_new(earlier, rows, least)
+            if not any(a.matrix == matrix and _covers(a.rows.columns, rows.columns) for a in earlier):
+                self._save([*earlier, Answered(matrix, study, stamp_now(), rows)])
+
+    def _rows(
+        self, earlier: list[Answered], adata: AnnData, matrix: str, donor_key: str | None, columns: Iterable[str]
+    ) -> RowPrints:
+        known = next((a.rows for a in earlier if a.matrix == matrix), None)
+        if known is not None and (known.donor is not None or donor_key is None):
+            return replace(known, columns=RowPrints.of_columns(adata, self._key(), columns))
+        return RowPrints.of(adata, self._key(), donor_key, columns)
+
+    def _key(self) -> bytes:
+        path = self.folder / KEY
+        if not path.exists():
+            if (self.folder / FILE).exists():
+                raise ParameterError(
+                    f"{path} is missing, and stored fingerprints depend on it; restore it from a backup"
+                )
+            files.write(path, Entropy().bytes(32))
+        key = path.read_bytes()
+        if len(key) != 32:
+            raise ParameterError(f"{path} is damaged; restore it, since stored fingerprints depend on it")
+        return key
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with files.locked(self.folder / FILE, wait=60.0):
+            yield
+
+    def _load(self) -> list[Answered]:
+        path = self.folder / FILE
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                index = json.loads(stored["index"].tobytes())
+                return [
+                    Answered(row["matrix"], row["study"], row["when"], RowPrints(
+                        stored[f"name{i}"],
+                        stored[f"value{i}"],
+                        stored[f"donor{i}"] if row["donors"] else None,
+                        stored[f"pattern{i}"] if row.get("patterns") else None,
+                        {name: stored[f"column{i}.{k}"] for k, name in enumerate(row.get("columns", ()))},
+                    ))
+                    for i, row in enumerate(index)
+                ]  # fmt: skip
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ParameterError(
+                f"{path} is damaged, so the cells of earlier runs are unknown; restore it from a backup"
+            ) from None
+
+    def _save(self, sets: list[Answered]) -> None:
+        index = [
+            {"matrix": a.matrix, "study": a.study, "when": a.when}
+            | {"donors": a.rows.donor is not None, "patterns": a.rows.pattern is not None}
+            | {"columns": [*a.rows.columns]}
+            for a in sets
+        ]
+        columns: dict[str, Any] = {"index": np.frombuffer(json.dumps(index).encode(), np.uint8)}
+        for i, a in enumerate(sets):
+            columns |= {f"name{i}": a.rows.name, f"value{i}": a.rows.value}
+            if a.rows.donor is not None:
+                columns[f"donor{i}"] = a.rows.donor
+            if a.rows.pattern is not None:
+                columns[f"pattern{i}"] = a.rows.pattern
+            columns |= {f"column{i}.{k}": prints for k, prints in enumerate(a.rows.columns.values())}
+        content = io.BytesIO()
+        np.savez(content, **columns)
+        path = self.folder / FILE
+        try:
+            files.write(path, content.getvalue())
+        except OSError as e:
+            raise ParameterError(f"{path} cannot be written ({e.strerror}), so no run can start") from None
+
+
+def check_new(earlier: list[Answered], new: RowPrints, least: Thresholds) -> None:
+    """Raise `Refusal` if answers over the earlier sets and the new one disclose rows below the thresholds."""
+    for kind in ("name", "value", "pattern"):
+        if not _tells_apart(new, kind):
+            continue
+        known = [one for one in earlier if _tells_apart(one.rows, kind)]
+        for one in known:
+            _check_pair(one, new, kind, least)
+        _check_combinations(known, new, kind, least)
+    for one in earlier:
+        for name in one.rows.columns.keys() & new.columns.keys():
+            _check_column(one, new, name, least)
+
+
+def _covers(stored: Mapping[str, U64], new: Mapping[str, U64]) -> bool:
+    return all(name in stored and np.array_equal(stored[name], prints) for name, prints in new.items())
+
+
+def _check_column(one: Answered, new: RowPrints, name: str, least: Thresholds) -> None:
+    """Reject the run if a group of cells with one value, or the whole column, differs in too few cells or donors."""
+    then, now = _numbered(one.rows, "name"), _numbered(new, "name")
+    old_values, values = one.rows.columns[name], new.columns[name]
+    both, at_then, at_now = np.intersect1d(then, now, return_indices=True)
+    moved = old_values[at_then] != values[at_now]
+    changed = (np.isin(then, both[moved]), np.isin(now, both[moved]))
+    _check_few(one, new, changed, f"{int(moved.sum())} cell(s) have another '{name}'", int(moved.sum()), least)
+    for value in np.intersect1d(old_values, values):
+        here_then, here_now = old_values == value, values == value
+        if min(here_then.sum(), here_now.sum()) < least.min_cells:
+            continue  # below the threshold in one of the runs, where the group contributed nothing
+        gone = here_then & ~np.isin(then, now[here_now])
+        added = here_now & ~np.isin(now, then[here_then])
+        rows = int(gone.sum() + added.sum())
+        _check_few(one, new, (gone, added), f"one group of '{name}' differs by {rows} cell(s)", rows, least)
+
+
+def _check_few(
+    one: Answered, new: RowPrints, differ: tuple[Bits, Bits], what: str, rows: int, least: Thresholds
+) -> None:
+    named = one.rows.donor is not None or new.donor is not None
+    donors = len(_donors(one.rows.donor, differ[0]) | _donors(new.donor, differ[1]))
+    if not rows or (rows >= least.min_cells and (not named or donors >= least.min_donors)):
+        return
+    raise Refusal(
+        f"{what} since study '{one.study}' ({one.when[:10]}), fewer than {least.min_cells} cells or "
+        f"{least.min_donors} donors: both results together disclose them; to allow it: {ALLOW}"
+    )
+
+
+def _tells_apart(rows: RowPrints, kind: str) -> bool:
+    """Whether cells are known again by this kind of fingerprint; patterns of a few genes are alike in many cells."""
+    prints = getattr(rows, kind)
+    return prints is not None and (kind != "pattern" or len(np.unique(prints)) >= DISTINCT * len(prints))
+
+
+def _numbered(rows: RowPrints, kind: str) -> U64:
+    """Fingerprints, all different: the second of two equal rows is another row than the first."""
+    prints: U64 = getattr(rows, kind)
+    order = np.argsort(prints, kind="stable")
+    first = np.searchsorted(prints[order], prints[order])
+    count = np.empty(len(prints), np.uint64)
+    count[order] = np.arange(len(prints)) - first
+    return prints + count * ODD
+
+
+def _check_pair(one: Answered, new: RowPrints, kind: str, least: Thresholds) -> None:
+    then, now = _numbered(one.rows, kind), _numbered(new, kind)
+    gone, added = ~np.isin(then, now), ~np.isin(now, then)
+    rows = int(gone.sum() + added.sum())
+    if not rows:
+        return
+    named = one.rows.donor is not None or new.donor is not None
+    donors = len(_donors(one.rows.donor, gone) | _donors(new.donor, added))
+    if rows >= least.min_cells and (not named or donors >= least.min_donors):
+        return
+    of = f" of {donors} donor(s)" if named else ""
+    raise Refusal(
+        f"these cells differ from those of study '{one.study}' ({one.when[:10]}) by {rows} cell(s){of}, fewer than "
+        f"{least.min_cells} cells or {least.min_donors} donors: both results together disclose them; to allow it: "
+        f"{ALLOW}"
+    )
+
+
+def _check_combinations(earlier: list[Answered], new: RowPrints, kind: str, least: Thresholds) -> None:
+    """Reject the run if a combination of it and earlier ones rests on too few rows, or on an atom of too few donors."""
+    sets = [_numbered(one.rows, kind) for one in earlier]
+    if not sets:
+        return
+    everyone = np.unique(np.concatenate([*sets, _numbered(new, kind)]))
+    member = np.stack([np.isin(everyone, rows) for rows in (*sets, _numbered(new, kind))], axis=1)
+    atoms, at, sizes = np.unique(member, axis=0, return_inverse=True, return_counts=True)
+    before, now = _leverage(atoms[:, :-1], sizes), _leverage(atoms, sizes)
+    worse = np.where(now > before + 1e-6, now, 0.0)
+    if worse.max() > (1 + 1e-6) / least.min_cells:
+        raise Refusal(
+            f"a combination of this run and {len(earlier)} earlier one(s) rests on about {1 / worse.max():.0f} "
+            f"cell(s), fewer than {least.min_cells}; to allow it: {ALLOW}"
+        )
+    donor = _donor_of(everyone, [one.rows for one in earlier] + [new], kind)
+    for k in range(len(atoms)) if donor is not None else ():
+        inside, unit = at.ravel() == k, np.eye(len(atoms))[k]
+        few = len(np.unique(donor[inside])) < least.min_donors  # type: ignore[index]
+        if few and _spans(atoms.T.astype(float), unit) and not _spans(atoms[:, :-1].T.astype(float), unit):
+            raise Refusal(
+                f"{int(inside.sum())} cell(s) of fewer than {least.min_donors} donors could be computed from this run "
+                f"and {len(earlier)} earlier one(s) together; to allow it: {ALLOW}"
+            )
+
+
+def _leverage(atoms: Bits, sizes: I64) -> F64:
+    """Of one row of each atom: the largest part that it can have in a combination of the runs."""
+    root = np.sqrt(sizes.astype(np.float64))[:, None]
+    basis, singular, _ = np.linalg.svd(atoms * root, full_matrices=False)
+    kept = basis[:, singular > 1e-9 * singular.max(initial=0.0)] / root
+    leverage: F64 = np.square(kept).sum(axis=1)
+    return leverage
+
+
+def _spans(rows: F64, unit: F64) -> bool:
+    solution = np.linalg.lstsq(rows.T, unit, rcond=None)[0]
+    return bool(np.abs(rows.T @ solution - unit).max() < 1e-6)
+
+
+def _donors(donor: U64 | None, rows: Bits) -> set[int]:
+    """Donors of some rows; rows whose donors are unknown may all be of one."""
+    if donor is None:
+        return {-1} if rows.any() else set()
+    return {int(d) for d in donor[rows]}
+
+
+def _donor_of(everyone: U64, sets: list[RowPrints], kind: str) -> U64 | None:
+    """The donor of each row, or None unless all sets name them."""
+    donor = np.zeros(len(everyone), np.uint64)
+    for rows in sets:
+        if rows.donor is None:
+            return None
+        donor[np.searchsorted(everyone, _numbered(rows, kind))] = rows.donor
+    return donor

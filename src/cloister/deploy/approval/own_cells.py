@@ -1,0 +1,102 @@
+"""A site's own cells: opened under the study's names, held to the site's floors, known again by their fingerprint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cloister.cells import files as cell_files
+from cloister.cells.fingerprint import Fingerprint, fingerprint
+from cloister.cells.tables import donors
+from cloister.deploy.approval.approval import Refusal
+from cloister.errors import DataError, about
+from cloister.study import Party, Study
+from cloister.workflows import check_plan, pipeline, site_labels
+from cloister.workflows.options import opening_floor
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+    from cloister.deploy.kit import Kit, Policy
+
+
+def open_cells(kit: Kit, policy: Policy) -> AnnData:
+    """Open this site's cells, give columns the names that the study uses, and hold them to this site's own floors."""
+    if policy.data is None:
+        raise DataError("local/site.toml: 'data' is missing; write where your cells are")
+    with about(str(policy.data)):
+        adata = cell_files.open_cells(policy.data, settings=policy.settings)
+    for name, table, renames in (("obs", adata.obs, policy.obs), ("obsm", adata.obsm, policy.obsm)):
+        for theirs, ours in renames.items():
+            if ours not in table:
+                raise DataError(f"local/site.toml: [{name}] {theirs} = {ours!r}, but adata.{name}[{ours!r}] is missing")
+            table[theirs] = table[ours]
+    site_labels.use_study_labels(kit.study, adata, policy.labels)
+    for part in kit.study.parts:
+        check_floors(kit.me, part, policy, adata)
+    return adata
+
+
+def check_floors(me: Party, part: Study, policy: Policy, adata: AnnData) -> None:
+    """Raise `Refusal` if the cells are of fewer donors than this site's policy asks for, whatever the study says.
+
+    Nor may the study agree on a lower number where that number decides what is opened.
+    """
+    if (least := policy.floors.get("min_donors")) is None:
+        return
+    what = part.place or "the study"
+    key = part.parameters.get("donor_key")
+    if key is None:
+        raise Refusal(f"'{me}' answers about at least {least} donors ([floors]), and {what} has no donor_key")
+    if (here := donors(adata, str(key))) < least:
+        raise Refusal(f"{here} donors, fewer than the {least} that [floors] in local/site.toml asks for")
+    _, options = check_plan(part)
+    if (agreed := opening_floor(options, "min_donors")) is not None and agreed < least:
+        raise Refusal(
+            f"{me!r} answers about at least {least} donors ([floors]), and {what} opens what {agreed} have in common; "
+            f"it needs min_donors = {least} there"
+        )
+
+
+def fingerprint_of(study: Study, me: Party, adata: AnnData) -> Fingerprint:
+    """The fingerprint of a site's cells, with everything of them that an option of the study names."""
+    places = {f"obs[{name!r}]" for name in columns_read(study)}
+    keys: list[str | None] = []
+    for _, workflow, options in pipeline.check_steps(study):
+        places |= pipeline.needed(workflow, options, me)
+        keys.append(getattr(options, "donor_key", None))
+    return fingerprint(adata, places, next((key for key in keys if key), None))
+
+
+def columns_read(study: Study) -> set[str]:
+    """Names in options of the study that may be columns of obs, those of results excepted."""
+    columns: set[str] = set()
+    for _, _, options in pipeline.check_steps(study):
+        for key, value in vars(options).items():
+            names = value if isinstance(value, list | tuple) else [value]
+            columns |= {name for name in names if isinstance(name, str) and not key.endswith("_added")}
+    return columns
+
+
+def check_approved_cells(kit: Kit, adata: AnnData) -> Fingerprint:
+    """Raise `Refusal` unless these are the cells that were approved; returns their fingerprint.
+
+    A large file that has not been written to since is not read again.
+    """
+    approvals = kit.approvals
+    entry = approvals.current(kit.study)
+    if entry.data is not None and entry.stamp and entry.stamp == large_stamp(adata):
+        return entry.data
+    found = fingerprint_of(kit.study, kit.me, adata)
+    approvals.check_data(kit.study, found)
+    return found
+
+
+def large_stamp(adata: AnnData) -> tuple[Any, ...]:
+    """What a large file is like, its last change included; () for cells in memory, and for folders."""
+    origin = getattr(adata, "origin", None)
+    if origin is None or Path(origin.path).is_dir():
+        return ()
+    from cloister.cells.stored import stamp_of
+
+    return (str(origin.path), origin.part or "", *stamp_of(origin.path), Path(origin.path).stat().st_ctime_ns)

@@ -1,1 +1,0 @@
-"""Figures and tables of a workflow, where they would hide its steps."""

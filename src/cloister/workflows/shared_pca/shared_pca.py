@@ -1,0 +1,571 @@
+"""Shared PCA: the principal components of all sites' cells together, from two secure sums and no cell.
+
+    L1   u, S    common genes              the genes every site measured, and whether they hold counts or log values
+    L2   u       y = target · x / Σ_g x    library-size normalisation of each cell over the common genes; l = log(1 + y)
+    L3   u, S    secure sum of n, Σy, Σy², Σl, Σl²    per gene; zero for genes that too few cells of u express
+    L4   S ⇒ u   H, μ, σ, N                the genes of largest normalised dispersion, pooled mean and deviation of l
+         u                                 own Σ(l - μ)² is at most (N - 1) σ², as for any pooled data
+    L5   u, S    secure sum of n, Σz, Σzzᵀ     z = clip((l_H - μ) / σ, ±max); not clipped where too few cells of u are
+    L6   S ⇒ u   V, λ, m                   eigenvectors of the pooled covariance of z, eigenvalues, mean of z
+    L7   u, S    all were told the same    (same_view)
+         u       (z - m) V                 the cells of u in the shared space
+
+⇒ is a broadcast: sites that received different genes, means or components cannot finish the next sum, or L7.
+
+"Too few" are the site's own thresholds (`disclosure`): `min_expressing` cells, of `min_donors` donors where donors are
+named. In a gene that too few of its cells express, a site counts all its cells as zero, in L3 and in L5. Clipping is
+the only step that depends on single values: the cells beyond a limit, and those within both, are groups of the site,
+and each is empty or large enough. If fewer cells are beyond a limit, they are not clipped there, and if fewer are
+within, none are; then Σz and Σz² follow from L3. A gene in which an unclipped value exceeds ten times the limit counts
+as zero.
+
+The steps and their order are scanpy's (`normalize_total`, `log1p`, `highly_variable_genes` of flavour seurat, `scale`,
+`pca`), so the result is that of the pooled cells, up to the signs of the components and to the rules above. It corrects
+no batch effect.
+
+Reveals
+-------
+coordinator : which genes each site measured; over all sites together, the number of cells, mean and variance of every
+    common gene, and the covariance of the chosen genes; who took part. Products of two genes that fewer than
+    `min_expressing` cells of a site express together are replaced by what their means give. If a site drops out between
+    L3 and L5, the coordinator can subtract: that site's number of cells, and about its mean and variance per chosen
+    gene. With k colluding sites: the same sums over the other sites, so with all but one the sums of the last site,
+    never a cell of it.
+site : the common and the chosen genes, their pooled mean and deviation, the components with their variances, and the
+    number of cells of all sites; with two sites, therefore, the other's mean and deviation; of a site that drops out
+    between L3 and L5, by subtraction of N and of m, its number of cells and about its mean per chosen gene.
+malicious coordinator : the same sums, of all sites together, about genes, means and deviations of its choice. With a
+    tiny deviation these are numbers of cells above a mean of its choice, one mean per gene, each zero or at least
+    `min_expressing` of a site, as is the rest of its cells; so are cells that exceed two means, and the other parts. It
+    may claim that a site dropped out, and subtract.
+one malicious site : the same, by claiming many cells at the mean of its choice.
+
+Assumes
+-------
+What the secure sum assumes. Every site holds at least `min_cells` cells, so that no sum is close to one cell. Lies that
+are not noticed: (b), (c), (f) of the coordinator, a space that is the same for all, orthonormal, and wrong; (b), (c),
+(f) of the site.
+
+Cost
+----
+Per site: two secure sums, of 2 + 8g words for g common genes and of 1 + h + h(h + 1)/2 words for h chosen ones (16 MB
+at h = 2000); gene names up; 8h(d + 3) bytes down; one signature.
+
+References
+----------
+[SAT+15] Satija et al., Nature Biotechnology 2015: dispersions normalised within bins of the mean.
+Lines numbered here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import scipy.linalg
+import scipy.sparse
+
+from cloister.arrays import F64, I64, Bits
+from cloister.cells import genes
+from cloister.disclosure import Contribution, Groups, Rows, Thresholds
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.mpc.crypto.agreement import Identity
+from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.crypto.fixed_point import FixedPoint
+from cloister.mpc.net.channel import Channel
+from cloister.mpc.net.wire import message
+from cloister.mpc.sums import consistency_check, secure_sum
+from cloister.study import Party
+from cloister.workflows.common import common_genes
+from cloister.workflows.common.gene_moments import (
+    LARGEST_LOG,
+    Cells,
+    choose_genes,
+    expressing,
+    join_sum,
+    moments,
+    normalised,
+    split_sum,
+    variance_of,
+)
+
+# steps that other files know by this name
+__all__ = ["LARGEST_LOG", "Cells", "choose_genes", "join_sum", "moments", "normalised", "split_sum"]
+
+NAME = "shared_pca"
+REACH = 10  # limits that a value which is not clipped may exceed the limit by
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    coordinator: Party
+    kind: str = "counts"  # or "log": what x is; log values skip the normalisation
+    n_top_genes: int = 2000
+    n_components: int = 50  # d
+    target_sum: float = 1e4
+    scale: bool = True  # divide by σ and clip; otherwise z = l - μ
+    max_value: float = 10.0
+    min_cells: int = 50  # of a site
+    min_expressing: int = 10  # own cells behind every sum of a gene at a site
+    min_donors: int = 3  # own donors, where they are named
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("counts", "log"):
+            raise ParameterError(f"shared-pca needs counts or log values, found {self.kind} values")
+        if not 1 <= self.n_components < self.n_top_genes:
+            raise ParameterError(
+                f"expected fewer components than genes, found {self.n_components} of {self.n_top_genes} genes"
+            )
+        if not self.target_sum > 0 or not self.max_value > 0:
+            raise ParameterError("target_sum and max_value must be above 0")
+        if self.min_expressing < 1 or self.min_donors < 1:
+            raise ParameterError("min_expressing and min_donors must be at least 1")
+
+    @property
+    def thresholds(self) -> Thresholds:
+        return Thresholds(self.min_expressing, self.min_donors)
+
+    @property
+    def beyond(self) -> int:
+        """Cells at the limit that weigh as much as all sites' values beyond it, in sums of products."""
+        return len(self.sites) * 4 * self.min_expressing * REACH**2
+
+    @property
+    def largest_log(self) -> float:
+        return math.log1p(self.target_sum) if self.kind == "counts" else LARGEST_LOG
+
+    @property
+    def bound(self) -> float:
+        """The largest |z|."""
+        return self.max_value if self.scale else self.largest_log
+
+    def sum(self, length: int) -> secure_sum.Params:
+        return secure_sum.Params(self.sites, self.coordinator, length)
+
+    @property
+    def view(self) -> consistency_check.Params:
+        return consistency_check.Params(self.sites, self.coordinator)
+
+    def covariance_code(self, cells: int) -> FixedPoint:
+        """As many fraction bits as sums of products over `cells` cells leave free, at most 40."""
+        reach, n = (cells + self.beyond) * self.bound**2, len(self.sites)
+        bits = min(40, 62 - math.ceil(math.log2(n * reach)))
+        return FixedPoint(bits, reach, n)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A shared space, and all it takes to put further cells into it."""
+
+    genes: tuple[str, ...]  # (h,)
+    mean: F64  # μ, (h,)
+    deviation: F64  # σ, (h,)
+    center: F64  # m, (h,)
+    components: F64  # V, (h, d)
+    variance: F64  # λ, (d,)
+    total_variance: float
+    cells: int  # of those who took part in L5
+    common: tuple[str, ...]  # all genes that the sites have in common: cells are normalised over these
+
+
+@message("L4")
+class Chosen:  # S → u
+    at: I64  # (h,), positions among the common genes
+    mean: F64  # (h,)
+    deviation: F64  # (h,)
+    cells: int  # N
+
+
+@message("L6")
+class Components:  # S → u
+    components: F64  # (h, d)
+    variance: F64  # (d,)
+    center: F64  # (h,)
+    total_variance: float
+    cells: int
+
+
+def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Any]:
+    """The PCA of the pooled cells, each site's by its own rules; and every site's cells in it."""
+    common = tuple(genes.genes_in_common({u: c.names for u, c in xs.items()}))
+    own = [Own.of(params, c, common, params.thresholds) for c in xs.values()]
+    x = np.concatenate(
+        [
+            np.concatenate([y.toarray() for y in normalised(params, o.mine, common, len(common))]) * o.genes.open
+            for o in own
+        ]
+    )
+    logs = np.log1p(x)
+    at = choose_genes(x.mean(axis=0), x.var(axis=0, ddof=1), params.n_top_genes)
+    mean, deviation = logs[:, at].mean(axis=0), logs[:, at].std(axis=0, ddof=1)
+    deviation = deviation if params.scale else np.ones_like(deviation)
+    pooled = Chosen(at, mean, deviation, len(x))
+    n, center, cov = covariance(np.sum([o.products(pooled).values for o in own], axis=0), len(at))
+    variance, components = decompose(cov, params.n_components)
+    chosen = tuple(common[i] for i in at)
+    space = Space(chosen, mean, deviation, center, components, variance, float(np.trace(cov)), n, common)
+    return {params.coordinator: space} | {u: (space, place(params, space, mine)) for u, mine in xs.items()}
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.coordinator: coordinator} | dict.fromkeys(params.sites, site)
+
+
+def cost(params: Params, common: int, names: int) -> dict[Party, tuple[int, int]]:
+    """Messages and payload bytes, with so many common genes and bytes of their names, when nobody drops."""
+    n, h, d = len(params.sites), min(params.n_top_genes, common), params.n_components
+    sums = [secure_sum.cost(params.sum(m)) for m in (moments_length(common), products_length(h))]
+    sums.append(consistency_check.cost(params.view))
+    hub, u = params.coordinator, params.sites[0]
+    up = (1 + sum(s[u][0] for s in sums), names + sum(s[u][1] for s in sums))
+    down = n * (names + 8 * (3 * h) + 8 * (h * d + d + h))
+    return {hub: (3 * n + sum(s[hub][0] for s in sums), down + sum(s[hub][1] for s in sums))} | dict.fromkeys(
+        params.sites, up
+    )
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+
+def check_site(params: Params, mine: Cells) -> None:
+    if mine.x.shape[0] < params.min_cells:
+        raise DataError(
+            f"{mine.x.shape[0]} cells, fewer than {params.min_cells}: sums over so few come close to single cells; "
+            "leave this site out, or lower min_cells= if all agree"
+        )
+    if mine.library is not None and (len(mine.library) != mine.x.shape[0] or not np.all(mine.library > 0)):
+        raise DataError("library sizes must be positive, one per cell; take them from the raw counts")
+
+
+def moments_length(common: int) -> int:
+    return 2 + 8 * common
+
+
+def products_length(chosen: int) -> int:
+    return 1 + chosen + chosen * (chosen + 1) // 2
+
+
+@dataclass(frozen=True)
+class Own:
+    """One site's cells with its thresholds: which genes count as zero here, and where values are clipped."""
+
+    params: Params
+    mine: Cells
+    common: tuple[str, ...]
+    rows: Rows
+    genes: Groups  # cells and donors that express each common gene
+
+    @staticmethod
+    def of(params: Params, mine: Cells, common: tuple[str, ...], least: Thresholds) -> Own:
+        rows = Rows(mine.x.shape[0], mine.donor, least)
+        return Own(params, mine, common, rows, rows.sized(*expressing(params, mine, common)))
+
+    def sums(self) -> Contribution:
+        """L3: n, Σy, Σy², Σl, Σl²."""
+        n, *rest = np.split(moments(self.params, self.mine, self.common), 1 + len(self.common) * np.arange(4))
+        part = self.rows.summed(self.genes, np.stack(rest, axis=1))
+        whole = self.rows.whole(n)
+        return replace_values(part, np.concatenate([whole.values, part.values.T.ravel()]))
+
+    def logs(self, space: Chosen) -> Iterator[F64]:
+        """L of the chosen genes, some cells at a time; zero where the gene counts as zero here."""
+        keep = self.genes.open[space.at]
+        for y in normalised(self.params, self.mine, self.common, len(space.at)):
+            yield np.log1p(y[:, space.at].toarray()) * keep
+
+    def limits(self, space: Chosen) -> tuple[F64, F64, Bits]:
+        """L5: lower and upper limit of z per gene, infinite where it is not clipped; and genes that count as zero."""
+        h, bound, start = len(space.at), self.params.bound, 0
+        donors = 0 if self.mine.donor is None else int(self.mine.donor.max(initial=-1)) + 1
+        cells, who = np.zeros((3, h), np.int64), np.zeros((3, donors, h), bool)
+        largest = np.zeros(h)
+        for log in self.logs(space):
+            z = (log - space.mean) / space.deviation
+            largest = np.maximum(largest, np.abs(z).max(axis=0, initial=0.0))
+            for k, inside in enumerate((z < -bound, np.abs(z) <= bound, z > bound)):
+                cells[k] += inside.sum(axis=0)
+                if self.mine.donor is not None:
+                    np.logical_or.at(who[k], self.mine.donor[start : start + len(z)], inside)
+            start += len(z)
+
+        def enough(*parts: int) -> Bits:
+            together = cells[list(parts)].sum(axis=0)
+            named = None if self.mine.donor is None else who[list(parts)].any(axis=0).sum(axis=0)
+            groups = self.rows.sized(together, named)
+            return groups.open | groups.empty
+
+        low, high = enough(0), enough(2)
+        free = np.where(low & high, enough(1), np.where(low, enough(1, 2), ~high | enough(0, 1)))
+        lower, upper = np.where(low & free, -bound, -np.inf), np.where(high & free, bound, np.inf)
+        few = ~(low & free) | ~(high & free)
+        zero = (few & (largest > REACH * bound)) | ~self.genes.open[space.at]
+        return lower, upper, zero
+
+    def products(self, space: Chosen) -> Contribution:
+        """L5: n, Σz, Σzzᵀ (upper triangle) as one vector.
+
+        With u = z - z(0), which is zero for a cell that does not express the gene, Σ z_g z_h follows from n, Σu_g, Σu_h
+        and Σ u_g u_h. The last one rests on the cells that express both genes. Where these are some, but too few, it is
+        replaced by its expectation for independent genes, Σu_g Σu_h / n.
+        """
+        h, n = len(space.at), self.rows.n
+        lower, upper, zero = self.limits(space)
+        lower = np.where(zero, -self.params.bound, lower)
+        base = np.clip(-space.mean / space.deviation, lower, upper)  # z(0)
+        pairs = Pairs(h, self.mine.donor)
+        total, square = np.zeros(h), np.zeros((h, h))
+        for log in self.logs(space):
+            u = np.clip((np.where(zero, 0.0, log) - space.mean) / space.deviation, lower, upper) - base
+            total += u.sum(axis=0)
+            square += u.T @ u
+            pairs.add(u != 0, u + base >= upper)
+        triangle = np.triu_indices(h)
+        groups = pairs.groups(self.rows, np.isfinite(upper))
+        part = self.rows.summed(groups, square[triangle])
+        expected = np.outer(total, total) / max(n, 1)
+        square[triangle] = np.where(groups.open | groups.empty, part.values, expected[triangle])
+        square = np.triu(square) + np.triu(square, 1).T
+        whole = n * np.outer(base, base) + np.outer(base, total) + np.outer(total, base) + square
+        sums = self.rows.whole(np.concatenate([[float(n)], total + n * base, whole[triangle]]))
+        return replace_values(part, sums.values)
+
+    def check_spread(self, space: Chosen) -> None:
+        """L4: cells of one site spread no more around the pooled mean than all cells do."""
+        if not self.params.scale:
+            return
+        spread = np.zeros(len(space.at))
+        for log in self.logs(space):
+            spread += np.square(log - space.mean).sum(axis=0)
+        most = (space.cells - 1) * np.square(space.deviation)
+        if np.any(spread > most * (1 + 1e-6) + 1e-6 + 1e-13 * space.cells * self.params.largest_log**2):  # rounding
+            raise ProtocolAbort(NAME, "L4", "spread", "a pooled deviation is smaller than this site's cells allow")
+
+
+class Pairs:
+    """How many cells and donors of a site are behind the product of every two genes, counted some cells at a time."""
+
+    def __init__(self, h: int, donor: I64 | None) -> None:
+        self.donor, self.seen = donor, 0
+        self.both = np.zeros((h, h), np.int64)  # cells that express both
+        self.clipped = np.zeros((h, h), np.int64)  # cells above the upper limit of both
+        self.found: dict[int, Bits] = {}  # donor → pairs that a cell of the donor expresses
+
+    def add(self, expressed: Bits, clipped: Bits) -> None:
+        rows = slice(self.seen, self.seen + len(expressed))
+        self.seen = rows.stop
+        self.both += _together(expressed)
+        if clipped.any():
+            self.clipped += _together(clipped)
+        if self.donor is None:
+            return
+        for who in np.unique(self.donor[rows]):
+            there = _together(expressed[self.donor[rows] == who]) > 0
+            self.found[int(who)] = there | self.found.get(int(who), np.zeros_like(there))
+
+    def groups(self, rows: Rows, limited: Bits) -> Groups:
+        """Of the pairs of the upper triangle. Where both genes are clipped, every part of the cells must be large."""
+        triangle = np.triu_indices(len(self.both))
+        donors = None
+        if self.donor is not None:
+            donors = np.stack([*self.found.values()]).sum(axis=0)[triangle]
+        groups = rows.sized(self.both[triangle], donors)
+        own, n = np.diag(self.clipped), self.seen
+        parts = (self.clipped, own[:, None] - self.clipped, own[None] - self.clipped,
+                 n - own[:, None] - own[None] + self.clipped)  # fmt: skip
+        least = rows.thresholds.min_cells
+        few = np.any([(part > 0) & (part < least) for part in parts], axis=0) & np.logical_and.outer(limited, limited)
+        off = few & ~np.eye(len(few), dtype=bool)  # a gene with itself: its parts were judged when it was limited
+        return replace(groups, open=groups.open & ~off[triangle])
+
+
+def _together(marks: Bits) -> I64:
+    """Rows that have both marks, for every two columns."""
+    x = marks.astype(np.float32)  # exact up to 2^24 rows at a time
+    counts: I64 = np.rint(x.T @ x).astype(np.int64)
+    return counts
+
+
+def replace_values(part: Contribution, values: F64) -> Contribution:
+    return part.map(lambda _: values)
+
+
+def standardise(params: Params, log: F64, mean: F64, deviation: F64) -> F64:
+    z: F64 = (log - mean) / deviation
+    return np.clip(z, -params.bound, params.bound)
+
+
+def covariance(words: F64, h: int) -> tuple[int, F64, F64]:
+    """Cells, mean of z and its covariance, from their sums."""
+    n, total = round(words[0]), words[1 : 1 + h]
+    square = np.zeros((h, h))
+    square[np.triu_indices(h)] = words[1 + h :]
+    square += np.triu(square, 1).T
+    return n, total / n, (square - np.outer(total, total) / n) / (n - 1)
+
+
+def decompose(cov: F64, d: int) -> tuple[F64, F64]:
+    """The d largest eigenvalues and their vectors; in each, the largest entry is positive."""
+    h = len(cov)
+    values, vectors = scipy.linalg.eigh(cov, subset_by_index=(h - d, h - 1))
+    values, vectors = values[::-1].copy(), vectors[:, ::-1].copy()
+    vectors *= np.sign(vectors[np.abs(vectors).argmax(axis=0), np.arange(d)])
+    return values, vectors
+
+
+def place(params: Params, space: Space, mine: Cells) -> F64:
+    """L7: cells that have the common genes, put into a space, (n, d); also one that was made earlier."""
+    at = {name: i for i, name in enumerate(space.common)}
+    chosen = np.array([at[name] for name in space.genes])
+    parts = []
+    for y in normalised(params, mine, space.common, len(chosen)):
+        z = standardise(params, np.log1p(y[:, chosen].toarray()), space.mean, space.deviation)
+        parts.append((z - space.center) @ space.components)
+    return np.concatenate(parts)
+
+
+def check_moments(params: Params, cells: int, *sums: F64) -> None:
+    """L3: sums that cells can have; masks that did not cancel leave numbers all over 64 bits."""
+    total, square, log, log_square = sums
+    possible = 0 < cells <= len(params.sites) << 40 and all(np.all(s >= -1) for s in sums)
+    if possible:
+        most = cells * params.largest_log
+        possible = bool(np.all(log <= most + 1) and np.all(log_square <= most * params.largest_log + 1))
+        possible = possible and bool(np.all(total**2 <= cells * square * (1 + 1e-6) + 1))
+    if not possible:
+        raise ProtocolAbort(NAME, "L3", "damaged", "sums that no cells have: a message was damaged, or somebody lies")
+
+
+def check_products(params: Params, cells: int, words: F64, h: int) -> None:
+    """L5: the same of the sums of z and of its products."""
+    n, square = round(words[0]), words[1 + h :]
+    most = (n + params.beyond) * params.bound
+    if (
+        not 2 <= n <= cells
+        or np.any(np.abs(words[1 : 1 + h]) > most + 1)
+        or np.any(np.abs(square) > most * params.bound + 1)
+    ):
+        raise ProtocolAbort(NAME, "L5", "damaged", "sums that no cells have: a message was damaged, or somebody lies")
+
+
+def check_chosen(params: Params, chosen: Chosen, common: int, mine: int) -> None:
+    h = len(chosen.at)
+    whole = h > params.n_components and np.all(chosen.at[1:] > chosen.at[:-1])
+    if not whole or chosen.at[0] < 0 or chosen.at[-1] >= common or not chosen.mean.shape == chosen.deviation.shape:
+        raise ProtocolAbort(NAME, "L4", "genes", "the chosen genes are not some of the common ones, each once")
+    if not np.all((chosen.mean >= 0) & (chosen.mean <= params.largest_log)) or not np.all(chosen.deviation > 0):
+        raise ProtocolAbort(NAME, "L4", "genes", "the pooled mean or deviation of a chosen gene is no number of theirs")
+    if not np.all(chosen.deviation <= max(1.0, params.largest_log)):
+        raise ProtocolAbort(NAME, "L4", "genes", "the pooled deviation of a chosen gene is larger than any can be")
+    if not max(2, mine) <= chosen.cells <= len(params.sites) << 40:
+        raise ProtocolAbort(NAME, "L4", "genes", f"{chosen.cells} cells in all, which cannot be")
+
+
+def check_components(params: Params, space: Components) -> None:
+    """L6: orthonormal, of variances that fall, around a mean within the bound."""
+    numbers = (space.components, space.variance, space.center, np.array([space.total_variance]))
+    if not all(np.all(np.isfinite(x)) for x in numbers) or space.cells < 2:
+        raise ProtocolAbort(NAME, "L6", "components", "components that are no numbers")
+    V, slack = space.components, 1e-6 * max(1.0, abs(space.total_variance))
+    falling = np.all(np.diff(space.variance) <= slack) and space.variance[-1] >= -slack
+    inside = np.all(np.abs(space.center) <= params.bound) and space.variance.sum() <= space.total_variance + slack
+    if not falling or not inside or np.abs(V.T @ V - np.eye(V.shape[1])).max() > 1e-6:
+        raise ProtocolAbort(NAME, "L6", "components", "components that are none: not orthonormal, or larger than all")
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def site(
+    ch: Channel,
+    params: Params,
+    mine: Cells,
+    thresholds: Thresholds | None = None,
+    *,
+    entropy: Entropy,
+    identity: Identity,
+) -> tuple[Space, F64]:
+    """Be u; `thresholds` can only raise those of `params`. Returns the shared space, and the cells of u in it."""
+    check_site(params, mine)
+    S, least = params.coordinator, params.thresholds
+    if thresholds is not None:
+        least = least.raised({"min_cells": thresholds.min_cells, "min_donors": thresholds.min_donors})
+    Rows(mine.x.shape[0], mine.donor, least).check()
+
+    async def add(label: str, part: Contribution, among: tuple[Party, ...], line: str, what: str) -> tuple[Party, ...]:
+        x = ch.contribute(part, protocol=NAME, line=line, what=what)
+        sums = params.sum(len(x))
+        return await secure_sum.contribute(ch.sub(label), sums, x, among, entropy=entropy, identity=identity)
+
+    agreement = common_genes.Params(params.sites, S)
+    agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))  # L1
+    own = Own.of(params, mine, agreed.names, least)
+    sums = own.sums().map(lambda x: split_sum(x, len(params.sites), entropy))  # L2
+    present = await add("moments", sums, params.sites, "L3", f"moments of {len(agreed.names)} genes")  # L3
+    chosen = await ch.recv_broadcast(S, Chosen, at=(None,), mean=(None,), deviation=(None,))  # L4
+    check_chosen(params, chosen, len(agreed.names), mine.x.shape[0])
+    own.check_spread(chosen)
+    h, d = len(chosen.at), params.n_components
+    ch.step(f"covariance of {h} genes", protocol=NAME, line="L5")
+    words = own.products(chosen).map(params.covariance_code(chosen.cells).encode)
+    await add("products", words, present, "L5", f"covariance of {h} genes")  # L5
+    result = await ch.recv_broadcast(S, Components, components=(h, d), variance=(d,), center=(h,))  # L6
+    check_components(params, result)
+    await consistency_check.site(ch, params.view, identity=identity)  # L7
+    space = _space(agreed.names, chosen, result)
+    return space, place(params, space, mine)  # L7
+
+
+async def coordinator(ch: Channel, params: Params) -> Space:
+    """Play S. Sites that drop out are left out, as long as the secure sum goes on."""
+    agreement = common_genes.Params(params.sites, params.coordinator)
+    agreed = await common_genes.coordinator(ch.sub("genes"), agreement)  # L1
+    g = len(agreed.names)
+    summed = await secure_sum.aggregator(ch.sub("moments"), params.sum(moments_length(g)))  # L3
+    n, *rest = np.split(join_sum(summed.z), 1 + g * np.arange(4))
+    cells, (y, yy, log, loglog) = round(float(n[0])), rest
+    check_moments(params, cells, y, yy, log, loglog)
+    if cells <= params.n_components:
+        raise ProtocolAbort(
+            NAME, "L3", "too-few-cells", f"{cells} cells in all give no {params.n_components} components"
+        )
+    at = choose_genes(y / cells, variance_of(y, yy, cells), params.n_top_genes)
+    if len(at) <= params.n_components:
+        raise ProtocolAbort(
+            NAME, "L4", "too-few-genes", f"{len(at)} common genes that vary give no {params.n_components} components"
+        )
+    mean, deviation = log[at] / cells, np.sqrt(variance_of(log[at], loglog[at], cells))
+    deviation = np.where(deviation > 0, deviation, 1.0) if params.scale else np.ones(len(at))
+    chosen = Chosen(at, mean, deviation, cells)
+    live = summed.survivors
+    ch.reveal(chosen, to=live, line="L4", what=f"mean and deviation of {len(at)} genes", protocol=NAME)
+    await ch.broadcast(live, chosen)  # L4
+    h = len(at)
+    summed = await secure_sum.aggregator(ch.sub("products"), params.sum(products_length(h)), live)  # L5
+    ch.step(f"{params.n_components} components of {h} genes", protocol=NAME, line="L6")
+    words = params.covariance_code(cells).decode(summed.z)
+    check_products(params, cells, words, h)
+    seen, center, cov = covariance(words, h)
+    variance, components = decompose(cov, params.n_components)
+    result = Components(components, variance, center, float(np.trace(cov)), seen)
+    ch.reveal(result, to=summed.survivors, line="L6", what=f"{len(variance)} components", protocol=NAME)
+    await ch.broadcast(summed.survivors, result)  # L6
+    await consistency_check.coordinator(ch, params.view)  # L7
+    return _space(agreed.names, chosen, result)
+
+
+def _space(common: tuple[str, ...], chosen: Chosen, result: Components) -> Space:
+    return Space(
+        tuple(common[i] for i in chosen.at),
+        chosen.mean,
+        chosen.deviation,
+        result.center,
+        result.components,
+        result.variance,
+        result.total_variance,
+        result.cells,
+        common,
+    )
