@@ -32,7 +32,7 @@ from cloister.mpc.crypto.rns import slots
 from cloister.mpc.threshold_ckks import collective_audit, collective_refresh, collective_rotation, equal_copies
 from cloister.mpc.threshold_ckks.collective_audit import AuditLog
 from cloister.rehearsal.rehearsal import Fault
-from cloister.testing import Case, check_no_errors, run_protocol, values
+from cloister.testing import Case, check_no_errors, fixed_entropy, run_protocol, values
 from cloister.workflows.train_cellcnn import encrypted_training, training_check
 from cloister.workflows.train_cellcnn.cellcnn_circuit import Layout, choose_ring
 from cloister.workflows.train_cellcnn.key_store import KeyStore
@@ -182,9 +182,9 @@ def test_a_rotation_key_that_is_wrong_for_one_sample_showed_its_input_and_is_ref
     ended(refused, p.holders, "copies")
     without_check(monkeypatch)
     x, best = data[PARTIES[0]][0][1][SAMPLE][group], 0.0
-    for _ in range(5):  # the size of the error is that of pseudorandom digits: it may be too small, or spoil the run
-        run = run_protocol(encrypted_training, Case(p, data), timeout=120)
-        if not run.errors and best < 0.99:
+    for seed in ("1", "0", "2", "3", "4"):  # fixed digits: with most, the error is too small, or spoils the run
+        run = run_protocol(encrypted_training, Case(p, data), timeout=120, entropy=fixed_entropy(seed))
+        if not run.errors:
             change = (values(run)[ATTACKER].weights.W - cellcnn.initial(p.config).W)[group]
             best = max(best, abs(np.linalg.svd(change)[0][:, 0] @ x) / np.linalg.norm(x))
         if best > 0.99:

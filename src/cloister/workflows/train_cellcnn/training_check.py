@@ -49,7 +49,7 @@ SPARSE = 32  # coefficients of the randomness of a test
 REVEALED = "revealed"  # part of a state of S whose seed was sent
 
 
-@message("L6")
+@message("L6", protocol=NAME)
 class Weighted:  # S → i
     seed: bytes  # of ρ
     steps: int  # since the last check that S finished
