@@ -51,7 +51,7 @@ uniform mask, the pairwise ones and the audit are ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -254,10 +254,12 @@ async def contribute(
     *,
     entropy: Entropy,
     pads: Sequence[Residues] = (),
+    requested: Callable[[], None] | None = None,
 ) -> list[ckks.Cipher] | None:
     """The same without the audit, which the caller owes the book before anything is opened.
 
-    `pads` are those that this holder added to its parts of the inputs, one for every input; none without.
+    `pads` are those that this holder added to its parts of the inputs, one for every input; none without. `requested`
+    is called once the inputs are there, before this holder makes its share of them.
     """
     check_maps(params, maps)
     c, S = ckks.context(params.ckks), params.aggregator
@@ -272,6 +274,8 @@ async def contribute(
             raise ProtocolAbort(NAME, "L2", "malformed", f"{len(second)} ciphertexts, expected {len(params.scales)}")
     book.heard(*second)
     c1s = [read(c, c1, params.ckks.base, NAME, "L2", S) for c1 in second]
+    if requested is not None:
+        requested()
     hs, gs = shares(ch, params, secret, maps, c1s, zero, entropy)
     if pads:
         for h, own in zip(hs, pads, strict=True):

@@ -308,7 +308,7 @@ async def holder(
         encrypted_validation.check_samples(params.validation, *held)
     keys, start = await begin(ch, params, store, entropy)
     step = start.step
-    site = Site(ch, params, keys, entropy, State.after(step, params, store))
+    site = Site(ch, params, keys, entropy, State.after(step, params, store), store)
     site.made = Made.from_bytes(store.get_extra(params.tag, step) if store is not None and step else b"")
     losses = Losses(params, store, step)
 
@@ -358,7 +358,8 @@ def resumable(params: Params, store: KeyStore | None) -> tuple[int, ...]:
 
     Not before a state whose model passed its range check: weights of one training are opened under one key, and what
     another last step would open would be more functionals of the same key's noise. Nor before one whose seed S has
-    sent: a site that knows the weights of earlier steps could shift a repeated step to balance them.
+    sent: a site that knows the weights of earlier steps could shift a repeated step to balance them. Nor, at a site,
+    before one whose model it gave a gradient of (`Site.no_way_back`).
     """
     steps = store.steps(params.tag) if store is not None and store.name else ()
     if steps and store is not None:
@@ -371,8 +372,17 @@ def resumable(params: Params, store: KeyStore | None) -> tuple[int, ...]:
 class Site:
     """One site's part in the steps; the auditor's does the aggregator's work again."""
 
-    def __init__(self, ch: Channel, params: Params, keys: Keys, entropy: Entropy, state: State) -> None:
+    def __init__(
+        self,
+        ch: Channel,
+        params: Params,
+        keys: Keys,
+        entropy: Entropy,
+        state: State,
+        store: KeyStore | None = None,
+    ) -> None:
         self.ch, self.params, self.keys, self.entropy, self.state = ch, params, keys, entropy, state
+        self.store = store
         self.c, self.todo, self.book = ckks.context(params.ckks), refreshes(params), AuditLog()
         self.audits = ch.me == params.auditor
         self.made = Made()
@@ -390,14 +400,14 @@ class Site:
             sums = read_ciphers(self.params, await self.ch.recv(S, Summed), "L4", S)  # L4
             self.book.total(*(p for raw in sums for p in raw))
             cts = [c.cipher(x, P.scale) for x in sums]
-            Z = await self.refresh(self.ch.sub(f"{t}/gradient"), "gradient", cts, pads)
+            Z = await self.refresh(self.ch.sub(f"{t}/gradient"), "gradient", cts, pads, t)
             new = await self.refresh(self.ch.sub(f"{t}/update"), "update", self.state.products(c, Z, relin))
             self.state = self.state.updated(new)
             self.state.model = await self.refresh(last, stage, self.state.factors(c, relin))
             c0_parts = tuple(c.pack(c.raw(ct)[0][0]) for ct in self.state.model)
         else:
             for name in STAGES[:-1]:
-                await self.refresh(self.ch.sub(f"{t}/{name}"), name, None, pads if name == "gradient" else [])
+                await self.refresh(self.ch.sub(f"{t}/{name}"), name, None, pads if name == "gradient" else [], t)
             await self.refresh(last, stage, None)
             c0_parts = (await self.ch.recv(S, NewModel)).c0  # L5
             self.state.model = self.new_model(last, c0_parts)
@@ -406,13 +416,27 @@ class Site:
         self.made.runs.append(last.run_id)
 
     async def refresh(
-        self, ch: Channel, name: str, cts: list[ckks.Cipher] | None, pads: Sequence[Residues] = ()
+        self, ch: Channel, name: str, cts: list[ckks.Cipher] | None, pads: Sequence[Residues] = (), step: int = 0
     ) -> list[ckks.Cipher]:
-        r = self.todo[name]
+        r, book, secret = self.todo[name], self.book, self.keys.share
+
+        def requested() -> None:
+            if name == "gradient":
+                self.no_way_back(step)
+
         outputs = await collective_refresh.contribute(
-            ch, r.params, self.keys.share, r.maps, cts, self.book, entropy=self.entropy, pads=pads
+            ch, r.params, secret, r.maps, cts, book, entropy=self.entropy, pads=pads, requested=requested
         )
         return outputs or []
+
+    def no_way_back(self, step: int) -> None:
+        """Before the gradient of a step is refreshed: the model that it was made of stays as it is.
+
+        From the state before, the step that made this model could run again, with a shift below every tolerance, and
+        the auditor could subtract the two gradients of the same batch. All parties have stored this state by now.
+        """
+        if self.store is not None:
+            self.store.forget_before(self.params.tag, step)
 
     async def check(self, label: str) -> None:
         """All [M] since the last check are alike for all samples, before anything that depends on them is opened."""

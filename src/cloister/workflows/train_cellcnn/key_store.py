@@ -178,6 +178,11 @@ class KeyStore:
             (self._own / "state.bin").replace(self._own / "before.bin")
         files.write(self._own / "state.bin", hashlib.sha256(packed).digest() + packed)
 
+    def forget_before(self, tag: bytes, step: int) -> None:
+        """Remove the state before that step: this party will not go back behind it."""
+        if self.steps(tag)[:1] == (step,):
+            (self._own / "before.bin").unlink(missing_ok=True)
+
     def _read(self, name: str) -> dict[str, Any]:
         path = self._own / name
         try:
