@@ -4,7 +4,6 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("numba")
@@ -89,8 +88,7 @@ def case_of(folder, p, data):
     return Case(p, {HUB: (stores[HUB],)} | {i: (*data[i], stores[i]) for i in p.holders})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_step_that_ran_again_showed_one_input_through_a_shift_below_every_tolerance(tmp_path, monkeypatch, checked):
     """The same batch at the same model but for one copy: the difference is that sample's, and can be scaled.
 

@@ -26,7 +26,7 @@ from cloister.workflows.train_cellcnn.cellcnn_circuit import choose_ring
 from cloister.workflows.train_cellcnn.evaluation import Held, donor_rows, held_out, judged, pooled_tables
 from cloister.workflows.train_cellcnn.figures import accuracy, consensus, figures, positive
 from cloister.workflows.train_cellcnn.key_store import KeyStore
-from cloister.workflows.train_cellcnn.presets import settle
+from cloister.workflows.train_cellcnn.presets import PRESETS, settle
 from cloister.workflows.train_cellcnn.response import report
 
 if TYPE_CHECKING:
@@ -429,7 +429,13 @@ def warnings(study: Study, options: Options) -> list[str]:
     """What the sites should know before they start."""
     if study.mode != "hardened" or not options.open_model:
         return []
-    return ["open_model: one malicious site can steer the opened weights towards the inputs with the largest logits"]
+    notes = ["open_model: one malicious site can steer the opened weights towards the inputs with the largest logits"]
+    if (PRESETS[options.preset].per if options.preset else options.per) == "donor":
+        notes.append(
+            "open_model with inputs per donor: the first site can combine the batches of all steps so that the opened"
+            " weights show the mean of one donor of another site; leave the model encrypted, or draw inputs per class"
+        )
+    return notes
 
 
 WORKFLOW = Workflow(
