@@ -66,7 +66,7 @@ def main() -> None:
 def measure(folder: Path, args: argparse.Namespace) -> None:
     made, clear = cells(args.queries, args.references, args.dims)
     truth, ties = pooled(*clear, args.neighbours)
-    options = {"query": QUERY, "n_neighbors": args.neighbours}
+    options = {"query": QUERY, "use_rep": "X_pca", "n_neighbors": args.neighbours}
     with services(folder, "map-labels", made, parameters=options, timeout=300.0) as kits:
         for _ in range(args.turns):
             for mode in ("semi-honest", "hardened"):

@@ -42,7 +42,7 @@ HOW_TO = (
     *("train-classifier", "map-labels", "propagate-labels", "fine-tune"),
 )
 REFERENCE = ("reference", "commands", "options", "threat-model", "benchmarks", "CHANGELOG")
-EXPLANATION = ("SECURITY", "architecture", "papers", "CONTRIBUTING")
+EXPLANATION = ("SECURITY", "architecture", "papers", "claims", "CONTRIBUTING")
 KINDS = {  # of public names, in the order of the page
     "Run a workflow": ("rehearse", "Run", "Series", "Study", "Step", "Receipt"),
     "Files and demo data": ("read_cells", "write_cells", "demo_sites", "demo_donors", "demo_rows", "demo_cohort"),
@@ -113,6 +113,7 @@ def for_the_site(name: str, text: str) -> str:
     if name in TOP:
         text = re.sub(r"\]\(docs/", "](", text)
     text = re.sub(rf"\]\((?:\.\./)+({names})", rf"]({up}\1", text)
+    text = re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?:tests|benchmarks|src|scripts|NOTICE)[^)]*\)", r"\1", text)
     text = re.sub(r"(\]\([\w./-]*)\.ipynb\)", r"\1.md)", text)
     for words, links in MADE_HERE.items():
         text = text.replace(words, links)

@@ -256,8 +256,8 @@ def find_outliers() -> Figure:
 
 def map_labels() -> Figure:
     sites = cl.demo_sites()
-    run = cl.rehearse("map-labels", data=sites, query="vienna")
-    table = cl.mapping_baselines(sites, query="vienna")
+    run = cl.rehearse("map-labels", data=sites, query="vienna", use_rep="X_pca")
+    table = cl.mapping_baselines(sites, query="vienna", use_rep="X_pca")
     accuracy = {
         "pooled k-NN": table["pooled k-NN"]["accuracy"],
         "cloister, hardened": run.results["vienna"]["accuracy"],

@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 MOST_FILES, MOST_LINES, MOST_FUNCTION = 20, 400, 60
 PAGES = re.compile(r"(README|SECURITY|CONTRIBUTING|CHANGELOG)\.md|docs/[^/]+\.md|docs/measured/[^/]+\.md")
 GUIDES = re.compile(r"(README|SECURITY|CONTRIBUTING)\.md|docs/[^/]+\.md")  # what a reader is meant to read
+MEASURED = re.compile(r"docs/measured/[^/]+\.md")
+MADE = re.compile(r"<!-- made:.*?<!-- /made -->", flags=re.DOTALL)  # tables that scripts/pieces.py fills
 
 
 @dataclass
@@ -29,6 +31,7 @@ class House:
     folders: Counter[str] = field(default_factory=Counter)
     functions: dict[str, int] = field(default_factory=dict)
     words: dict[str, int] = field(default_factory=dict)
+    written: dict[str, int] = field(default_factory=dict)  # words outside generated tables
 
 
 def read(commit: str | None) -> Iterator[tuple[str, str]]:
@@ -51,6 +54,7 @@ def measure(commit: str | None) -> House:
     for name, text in read(commit):
         if name.endswith(".md"):
             house.words[name] = len(text.split())
+            house.written[name] = len(MADE.sub("", text).split())
             continue
         short = name.removeprefix("src/cloister/")
         house.modules[short] = len(text.splitlines())
@@ -71,11 +75,15 @@ def rows(house: House) -> dict[str, int]:
         "functions": len(house.functions),
         f"functions above {MOST_FUNCTION} lines": sum(n > MOST_FUNCTION for n in house.functions.values()),
         f"folders above {MOST_FILES} files": sum(n > MOST_FILES for n in house.folders.values()),
-        "words of README, SECURITY, CONTRIBUTING and guides": sum(
-            n for name, n in house.words.items() if GUIDES.fullmatch(name)
-        ),
+        "words of README, SECURITY, CONTRIBUTING and guides": total(house.words, GUIDES),
+        "of these outside generated tables": total(house.written, GUIDES),
+        "words of docs/measured": total(house.words, MEASURED),
         "words of all pages": sum(house.words.values()),
     }
+
+
+def total(words: dict[str, int], pages: re.Pattern[str]) -> int:
+    return sum(n for name, n in words.items() if pages.fullmatch(name))
 
 
 def table(title: str, columns: list[dict[str, int]], least: int = 0, most: int | None = None) -> None:

@@ -9,10 +9,12 @@ A piece stands between `<!-- made: KIND WORDS -->` and `<!-- /made -->`:
     parameters FUNCTION           the parameters of a public function, from its docstring
     learns WORKFLOW               who learns what, in short, one column per mode
     learns                        the same for every workflow and mode
-    workflows                     every workflow, what it does, and what others learn in mode hardened
+    summary WORKFLOW              who learns what in its first mode
+    demo [WORKFLOW ...]           alone, together and pooled in hardened mode, ranges over runs (benchmarks/demo.py)
     arguments                     the pages of docs/security, by their titles
     malicious                     what one malicious coordinator or site learns beyond that, by hardened protocol
     lies                          what became of every lie of one party, by protocol (benchmarks/logs)
+    claims                        scripts/claims.toml: claim, tests against the published and the hardened step, mutants
     mutants                       security mutants by protocol, and why those that live may (benchmarks/logs)
     printed NAME                  what a benchmark printed, kept as benchmarks/logs/NAME.txt
     rings                         estimated security of every lattice ring in use (scripts/lattice_security.py)
@@ -34,11 +36,25 @@ from typing import Any
 import cloister
 from cloister import protocols, workflows
 from cloister.workflows.modes import LEAVES, STAYS, TOGETHER
+from cloister.workflows.options import options_in
 
 ROOT = Path(__file__).parents[1]
 PIECE = re.compile(r"^<!-- made: ([^>]*?) -->\n.*?^<!-- /made -->$", flags=re.DOTALL | re.MULTILINE)
 MALICIOUS = re.compile(r"(?:one |a )?(?:lying|malicious) (\w[\w ]*)")
 CENTER = ("coordinator", "aggregator", "server", "provider")  # whoever adds up, as the protocol calls it
+MEASURED = {  # what the demo measures, for a reader who has not read the workflow's page
+    "bin-values": "values in the bin of the pooled quantiles",
+    "shared-pca": "smallest cosine with the pooled space",
+    "integrate": "neighbours from other hospitals, as a fraction of a random mixture",
+    "find-outliers": "AUROC of cells of a planted clone",
+    "map-labels": "accuracy at a hospital without labels",
+    "propagate-labels": "accuracy on unlabelled cells",
+    "fine-tune": "accuracy on held-out cells, neural network",
+    "train-classifier": "accuracy on held-out cells, linear model",
+    "compare-groups": "planted genes found, of 20, FDR 5 %",
+    "train-cellcnn": "new donors classified correctly",
+    "adapt-model": "accuracy on held-out cells, hidden encoder",
+}
 PAGE_OF = {"predict-cellcnn": "train-cellcnn", "serve-model": "adapt-model"}  # two workflows on one page
 
 
@@ -101,11 +117,21 @@ def choice(default: Any, hint: Any) -> str:
 def options_table(name: str, *only: str) -> str:
     options = workflows.get(name).options
     fields, hints = {f.name: f for f in dataclasses.fields(options)}, typing.get_type_hints(options)
-    chosen = only or tuple(fields)
-    rows = [(f"`{key}`", choice(fields[key].default, hints[key]), fields[key].metadata["help"]) for key in chosen]
+    usual = {f.name for f in options_in(options, modes(name)[0])}
+    rows = []
+    for key in only or tuple(fields):
+        rows.append(
+            (f"`{key}`", choice(fields[key].default, hints[key]), only_in(fields[key]) + fields[key].metadata["help"])
+        )
     made = table(("option", "default", "meaning"), rows)
-    left = len(fields) - len(chosen)
-    return made + (f"\n\n{left} more: `cloister explain {name}`." if left else "")
+    left = len(usual - set(only)) if only else 0
+    others = len(fields) - len(usual)
+    more = [f"{left} more" if left else "", f"{others} of other modes" if only and others else ""]
+    return made + (f"\n\n{', '.join(filter(None, more))}: `cloister explain {name}`." if any(more) else "")
+
+
+def only_in(field: dataclasses.Field[Any]) -> str:
+    return f"mode {' and '.join(field.metadata['modes'])} only: " if field.metadata["modes"] else ""
 
 
 def parameters_table(name: str) -> str:
@@ -135,6 +161,11 @@ def learns_of(name: str) -> str:
     return table(("", *told), rows)
 
 
+def summary(name: str) -> str:
+    rows = [(who, what) for who, what in learns(name, modes(name)[0])]
+    return table(("", f"`{name}`, mode {modes(name)[0]}"), rows)
+
+
 def learns_of_all() -> str:
     """Every workflow and mode: what stays, what is learned, what comes of collusion."""
     rows = []
@@ -144,7 +175,7 @@ def learns_of_all() -> str:
             of = dict(pairs)
             stays = ". *Leaves*: ".join(of[who] for who in (STAYS, LEAVES) if who in of)
             rows.append((f"`{name}`", mode, stays, learned_by(pairs), of.get(TOGETHER, "–")))
-    return table(("workflow", "mode", "stays at its site", "is learned by", "if parties pool what they have"), rows)
+    return table(("workflow", "mode", "stays at its site", "is learned by", "if parties collude"), rows)
 
 
 def learned_by(pairs: Sequence[tuple[str, str]]) -> str:
@@ -156,13 +187,27 @@ def short(who: str) -> str:
     return who.removesuffix(" learns").removeprefix("The ").lower() if who.endswith(" learns") else who.lower()
 
 
-def workflows_table() -> str:
-    rows = []
-    for name in workflows.SHIPPED:
-        page = PAGE_OF.get(name, name)
-        learned = learned_by(learns(name, "hardened"))
-        rows.append((f"[`{name}`](docs/{page}.md)", workflows.get(name).summary, learned))
-    return table(("workflow", "what it does", "who learns what (hardened)"), rows)
+def demo_table(*names: str) -> str:
+    """Hardened rows of all stored runs of the demo; a range where runs differ."""
+    runs = json.loads((ROOT / "benchmarks" / "logs" / "demo.json").read_text(encoding="utf-8"))["runs"]
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in (row for run in runs for row in run if row["mode"] == "hardened"):
+        for column in ("alone", "together", "pooled"):
+            found.setdefault(row["workflow"], {}).setdefault(column, []).append(str(row[column]))
+    links = "docs/" if names else "../"
+    rows = [
+        (f"[`{name}`]({links}{name}.md)", MEASURED[name], *(spread(values) for values in found[name].values()))
+        for name in names or found
+    ]
+    return table(("workflow", "measured, hardened mode", "alone", "together", "pooled"), rows)
+
+
+def spread(values: Sequence[str]) -> str:
+    """One value, or the smallest and the largest."""
+    ordered = sorted(dict.fromkeys(values), key=lambda value: float(value.rstrip("%")))
+    if len(ordered) == 1:
+        return ordered[0].replace("%", " %")
+    return f"{ordered[0].rstrip('%')} to {ordered[-1].replace('%', ' %')}"
 
 
 def arguments() -> str:
@@ -233,6 +278,27 @@ def mutants_table() -> str:
     return whole + ("\n\n" + table(("alive", "why it may be"), alive) if alive else "")
 
 
+def claims_table() -> str:
+    """Every claim with its tests, and how many mutants of its files a test noticed."""
+    claims = tomllib.loads((ROOT / "scripts" / "claims.toml").read_text(encoding="utf-8"))["claim"]
+    log = (ROOT / "benchmarks" / "logs" / "mutants.jsonl").read_text(encoding="utf-8").splitlines()
+    tried = [json.loads(line) for line in log]
+
+    def tests(names: Sequence[str]) -> str:
+        return "<br>".join(f"[`{n.partition('::')[2]}`](../{n.partition('::')[0]})" for n in names) or "–"
+
+    def noticed(files: Sequence[str]) -> str:
+        rows = [row for row in tried if row["file"] in files]
+        return f"{sum(bool(row['killed']) for row in rows)} of {len(rows)}" if rows else "–"
+
+    rows = [
+        (f"`{c['workflow']}`: {c['claim']}", tests(c["published"]), tests(c["hardened"]), noticed(c["mutants"]))
+        for c in claims
+    ]
+    head = ("claim", "attack succeeds on the published step", "attack fails on the hardened step", "mutants")
+    return table(head, rows).replace("&lt;br>", "<br>")
+
+
 def printed(name: str) -> str:
     """What a benchmark printed, as it is."""
     path = ROOT / "benchmarks" / "logs" / f"{name}.txt"
@@ -252,10 +318,12 @@ KINDS = {
     "options": options_table,
     "parameters": parameters_table,
     "learns": learns_table,
-    "workflows": workflows_table,
+    "summary": summary,
+    "demo": demo_table,
     "arguments": arguments,
     "malicious": malicious_table,
     "lies": lies_table,
+    "claims": claims_table,
     "mutants": mutants_table,
     "printed": printed,
     "rings": rings_table,

@@ -325,3 +325,48 @@ def test_counts_are_multiples_that_one_row_changes_rarely(counts, offset):
 def test_an_offset_lies_below_the_threshold():
     with pytest.raises(ParameterError, match="offset of 0 to 9"):
         Rows(40).coarse(np.array([3]), 10)
+
+
+def test_one_donor_has_at_most_half_of_a_group():
+    """Two cells of others beside twenty of one donor would be three donors, and that donor's mean."""
+    x, _ = clouds(600)
+    rng = np.random.default_rng(1)
+    donor = np.where(np.arange(600) < 420, 0, rng.integers(1, 4, 600))
+    x[:200] += 30.0  # a cloud of one donor
+    groups = rows_of(donor).similar(x)
+    assert len(groups) >= 10
+    assert groups.cells.min() >= 10
+    for k in range(len(groups)):
+        inside = groups.codes == k
+        assert inside.sum() == groups.cells[k]
+        assert np.bincount(donor[inside]).max() <= inside.sum() / 2
+        assert len(set(donor[inside])) >= 3
+    assert (groups.codes[donor > 0] >= 0).all()
+    assert 300 <= (groups.codes >= 0).sum() <= 360  # at most as many of the donor as of the others
+
+
+def test_a_far_row_hardly_bends_the_clipped_mean_of_its_group():
+    x, _ = clouds(200)
+    groups = Rows(200).similar(x)
+    far = x.copy()
+    far[17] += 1e4
+    k = groups.codes[17]
+    rest = (groups.codes == k) & (np.arange(200) != 17)
+    spread = np.linalg.norm(x[rest] - x[rest].mean(axis=0), axis=1).max()
+    assert np.linalg.norm(groups.means(far)[k] - x[rest].mean(axis=0)) > 100 * spread
+    assert np.linalg.norm(groups.clipped_means(far)[k] - x[rest].mean(axis=0)) < spread
+    others = np.arange(len(groups)) != k
+    np.testing.assert_array_equal(groups.clipped_means(far)[others], groups.clipped_means(x)[others])
+
+
+def test_in_a_clipped_mean_no_row_has_more_than_its_share():
+    x = np.random.default_rng(0).standard_t(1.5, (300, 4))
+    groups = Rows(300).similar(x)
+    means = groups.clipped_means(x, rounds=200)
+    for k in range(len(groups)):
+        away = x[groups.codes == k] - means[k]
+        length = np.linalg.norm(away, axis=1)
+        clipped = away * np.minimum(1, np.sort(length)[len(length) // 2] / length)[:, None]
+        np.testing.assert_allclose(clipped.sum(axis=0), 0, atol=1e-6)
+        squares = np.square(clipped).sum(axis=1)
+        assert squares.max() <= 2 / len(length) * squares.sum() * (1 + 1e-9)

@@ -303,7 +303,7 @@ def frames():
     sites = {p: a[:60].copy() for p, a in demo_sites().items()}
     rehearsal.rehearse("bin-values", sites, min_values=10)
     rehearsal.rehearse("bin-values", sites, mode="published", min_values=10)
-    rehearsal.rehearse("map-labels", sites, query="vienna", n_neighbors=3)
+    rehearsal.rehearse("map-labels", sites, query="vienna", use_rep="X_pca", n_neighbors=3)
     patch.undo()
     return [f for f in seen if len(f[2]) < 200_000]
 

@@ -50,6 +50,11 @@ def test_every_picture_is_drawn_by_the_script():
     assert drawn == set(NAMES)
 
 
+def test_the_figure_of_the_readme_is_drawn_from_the_stored_runs():
+    script = runpy.run_path(str(ROOT / "scripts" / "together.py"))
+    assert script["PICTURE"].read_text(encoding="utf-8") == script["draw"](), "run: python scripts/together.py"
+
+
 def test_a_stale_piece_is_found():
     stale = "<!-- made: options bin-values -->\n| an | older | table |\n<!-- /made -->"
     assert "`n_bins` | 51" in PIECES["filled"](stale)

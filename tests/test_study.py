@@ -337,7 +337,7 @@ def test_one_digest_covers_all_steps_and_each_step_has_its_own():
         (STEPS + '[[step]]\nworkflow = "bin-values"\nn_bins = 8', "3: unknown key 'n_bins'; known are mode, name"),
         (STEPS + '[[step]]\nworkflow = "bin-values"\noptions = 8', "3: 'options' must be a table"),
         (STEPS + '[[step]]\nworkflow = "bin-values"\nmode = "fast"', "3: 'mode' must be one of"),
-        (STEPS + '[[step]]\nworkflow = "bin-values"\nname = "A B"', "3: 'A B' is no name of a step"),
+        (STEPS + '[[step]]\nworkflow = "bin-values"\nname = "A B"', "3: 'A B' is not a valid step name"),
         (STEPS + '[[step]]\nworkflow = "bin-values"\noptions = { x = nan }', "3: options: x must be a finite number"),
         (STEPS + "[[step]]\nworkflow = 3", "3: 'workflow' must be a text"),
         (STEPS.replace("[[step]]", "[step]", 1).replace("[[step]]", "[other]"), "unknown key 'other'"),

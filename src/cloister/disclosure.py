@@ -120,6 +120,30 @@ class SimilarGroups:
         means: F64 = sums / sizes
         return means
 
+    def clipped_means(self, values: F64, rounds: int = 10) -> F64:
+        """Means over the rows of each group, (k, d), of which an outlying row bends none far.
+
+        A row that is farther from the mean than half of its group counts at that distance, in its own direction. The
+        mean is that of the rows clipped so, found in `rounds` steps (an M-estimator of location). At its fixed point,
+        deviations add up to zero and at least half of the rows have the largest length, so no row has more than
+        2 / (rows of the group) of the sum of their squares.
+        """
+        inside = np.flatnonzero(self.codes >= 0)
+        means = self.means(values)
+        if not len(inside) or len(inside) == len(self):
+            return means
+        order = inside[np.argsort(self.codes[inside], kind="stable")]
+        code, rows = self.codes[order], values[order]
+        sizes = np.bincount(code, minlength=len(self))
+        start = np.cumsum(np.append(0, sizes[:-1]))
+        for _ in range(rounds):
+            away = rows - means[code]
+            length = np.linalg.norm(away, axis=1)
+            reach = length[np.lexsort((length, code))][start + sizes // 2]
+            away *= np.minimum(1.0, reach[code] / np.maximum(length, 1e-300))[:, None]
+            means = means + np.add.reduceat(away, start, axis=0) / sizes[:, None]
+        return means
+
     def contribution(self, values: Array) -> Contribution:
         """Numbers computed from group means and sizes alone."""
         donors = None if self.donors is None else int(self.donors.min(initial=2**62))
@@ -260,7 +284,9 @@ class Rows:
 
         Sets of rows are halved across their direction of largest variance as long as both halves reach the thresholds,
         so a group has at most about twice `min_cells` cells unless donors require more. Rows with different codes in
-        `within` are never in one group; codes whose rows are too few, and code -1, are in no group.
+        `within` are never in one group; codes whose rows are too few, and code -1, are in no group. Where donors count,
+        no donor has more than half of a group's cells: of one that has more than all others, rows that are too many are
+        in no group.
         """
         codes = np.full(self.n, -1, np.int64)
         first = np.zeros(self.n, np.int64) if within is None else within
@@ -269,13 +295,14 @@ class Rows:
         donors: list[int] = []
         while waiting:
             at = waiting.pop()
-            size, people = self._size(at)
-            if size < self.thresholds.min_cells or (people is not None and people < self.thresholds.min_donors):
+            if not self._enough(at)[-1]:
                 continue
             halves = self._halves(at, x)
             if halves is not None:
                 waiting += halves
                 continue
+            at = self._undominated(at)
+            size, people = self._size(at)
             codes[at] = len(cells)
             cells.append(size)
             if people is not None:
@@ -289,17 +316,22 @@ class Rows:
         return cells, None if self.donor is None else len(np.unique(self.donor[at]))
 
     def _halves(self, at: I64, x: F64) -> list[I64] | None:
-        """Two parts of these rows that both reach the thresholds, as equal as possible; None if there are none."""
-        least = self.thresholds
+        """Two parts of these rows that both reach the thresholds, about equal; None if there are none.
+
+        Without donors one part is a multiple of `min_cells`, so that little is left over in the end.
+        """
+        least, middle = self.thresholds, len(at) / 2
         if self._size(at)[0] < 2 * least.min_cells:
             return None
+        if self.donor is None and self.cells is None:
+            middle = least.min_cells * round(middle / least.min_cells)
         centred = x[at] - x[at].mean(axis=0)
         for _ in range(2 if self.donor is not None else 1):  # a second direction where donors forbid the first
             direction = _main_direction(centred)
             order = np.argsort(centred @ direction, kind="stable")
             allowed = np.flatnonzero(self._enough(at[order]) & self._enough(at[order[::-1]])[::-1])
             if len(allowed):
-                cut = int(allowed[np.argmin(np.abs(allowed - len(at) / 2))])
+                cut = int(allowed[np.argmin(np.abs(allowed - middle))])
                 return [at[order[:cut]], at[order[cut:]]]
             centred = centred - np.outer(centred @ direction, direction)
         return None
@@ -312,7 +344,27 @@ class Rows:
             new = np.zeros(len(at) + 1, np.int64)
             new[np.unique(self.donor[at], return_index=True)[1] + 1] = 1
             enough &= np.cumsum(new) >= self.thresholds.min_donors
+            if self.thresholds.min_donors > 1:
+                of, most = self.donor[at], np.zeros_like(cells)
+                for donor in np.unique(of):
+                    mine = (of == donor) if self.cells is None else (of == donor) * self.cells[at]
+                    most = np.maximum(most, np.cumsum(np.append(0, mine)))
+                enough &= 2 * (cells - most) >= self.thresholds.min_cells  # what `_undominated` leaves
         return enough
+
+    def _undominated(self, at: I64) -> I64:
+        """These rows, without those by which one donor has more cells than all others together."""
+        if self.donor is None or self.thresholds.min_donors < 2 or not len(at):
+            return at
+        cells = np.ones(len(at), np.int64) if self.cells is None else self.cells[at]
+        by_donor = np.bincount(self.donor[at], cells)
+        most = int(by_donor.argmax())
+        mine, spare = np.flatnonzero(self.donor[at] == most), 2 * int(by_donor[most]) - int(cells.sum())
+        if spare <= 0:
+            return at
+        turn = np.argsort(np.arange(len(mine)) * 0.6180339887498949 % 1.0, kind="stable")  # spread over all
+        left = np.cumsum(cells[mine[turn]]) <= by_donor[most] - spare
+        return np.sort(np.concatenate([np.delete(at, mine), at[mine[turn[left]]]]))
 
     def _by_donor(self, weights: F64) -> F64:
         assert self.donor is not None

@@ -7,7 +7,7 @@
     ├── ParameterError    an option, or a key of study.toml              exit code 1
     ├── MissingExtra      an optional engine is not installed            exit code 1
     ├── RefusedError      this site's own policy says no                 exit code 4
-    ├── WireError         bytes that are no message                      exit code 4
+    ├── WireError         bytes that are not a message                      exit code 4
     ├── ProtocolAbort     a check failed, here or at a peer              exit code 4
     │   └── PeerLost      a peer is silent, dead or out of reach         exit code 3
     └── ReceiptError      a receipt that was altered                     exit code 4
@@ -162,7 +162,7 @@ REASONS = {
     "MemoryError": "memory",
     "KeyboardInterrupt": "stopped",
 }
-"""Classes of errors that are no party's lie, in a word for people; an abort's code is one already."""
+"""Classes of errors that no party caused on purpose, in one word; an abort's code is such a word already."""
 
 
 CODES = {
@@ -173,7 +173,7 @@ CODES = {
     "foreign-labels": "a site has no label in common with any other",
     "halted": "a party stopped the run and withdrew its approval",
     "lost": "it lost a peer",
-    "malformed": "it was sent something that is no message",
+    "malformed": "it was sent something that is not a message",
     "mismatch": "the parties came with different studies, versions or options",
     "mixed-values": "the sites hold different kinds of values, counts and logarithms for example",
     "no-common-genes": "the sites have no gene in common",
@@ -182,7 +182,7 @@ CODES = {
     "one-class": "all labels are of one class",
     "order": "a party was at another step of the study than the others",
     "refused": "a party's own policy does not allow this run",
-    "replay": "a message came twice, or out of order",
+    "replay": "a message was received twice, or out of order",
     "spelling": "two sites write one label in two ways",
     "timeout": "a peer did not answer in time",
     "too-few": "too few parties were left",
@@ -209,7 +209,7 @@ GONE = {
 
 
 LEFT = frozenset({"dropped", "finished", "lost", "timeout", "too-few", "stopped", "KeyboardInterrupt"})
-"""Codes of a party that is gone, or waited for one that is. All others say that it found something wrong."""
+"""Codes of a party that dropped out, or that waited for one that did. Other codes mean that it found a fault."""
 
 
 def in_words(code: str) -> str:

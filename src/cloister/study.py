@@ -68,7 +68,7 @@ CONSENTS = {  # what a party may be asked for beyond taking part; only its own s
     "iterative-fit": "opening gradients at points that a malicious site can steer (solver='logistic')",
     "outside-query": "answering a party that took no part in the training",
     "exact-updates": "opening sums of gradients without noise",
-    "whole-model": "answering so many donors of one party that they determine the model",
+    "whole-model": "answering enough donors of one party to determine the model",
 }
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")  # of a step
@@ -279,7 +279,7 @@ def check_study(study: Study) -> None:
     for party, role in study.parties.items():
         if not isinstance(party, str) or not PARTY.fullmatch(party):
             raise ParameterError(
-                f"[parties] {party!r} is no party name; use letters, digits and '-', a letter first, at most 32"
+                f"[parties] {party!r} is not a valid party name; use letters, digits and '-', a letter first, up to 32"
             )
         if role not in get_args(Role):
             raise ParameterError(f"[parties] {party} must be coordinator, site or auxiliary, found {role!r}")
@@ -343,7 +343,7 @@ def _check_steps(study: Study) -> None:
         _check_part(step.workflow, step.mode, step.options, f"[[step]] {i}: ")
         if not isinstance(step.name, str) or not NAME.fullmatch(step.name):
             raise ParameterError(
-                f"[[step]] {i}: {step.name!r} is no name of a step; use small letters, digits and '-', at most 32"
+                f"[[step]] {i}: {step.name!r} is not a valid step name; use small letters, digits and '-', at most 32"
             )
         if step.name in names:
             raise ParameterError(f"two steps are called '{step.name}'; give one of them another name = ...")

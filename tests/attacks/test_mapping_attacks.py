@@ -19,7 +19,7 @@ def attacked(mode):
     """References rebuilt, of how many, and by guessing, from a run of that mode."""
     sites = {p: a[::2].copy() for p, a in cl.demo_sites().items()}
     sent = Sent(plain_knn.Queries, plain_knn.Nearest)
-    run = rehearse("map-labels", sites, mode=mode, query="vienna", on_frame=sent)
+    run = rehearse("map-labels", sites, mode=mode, query="vienna", use_rep="X_pca", on_frame=sent)
     x = {p: cells.embedding(a, "X_pca") for p, a in sites.items()}
     text = attacks.references_rebuilt(sent, x, "vienna", run.data["vienna"].obs["mapped"].to_numpy())
     return {p: len(v) for p, v in x.items()}, *map(int, re.findall(r"\d+", text))

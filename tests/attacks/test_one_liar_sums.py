@@ -233,7 +233,7 @@ async def old_training_site(ch, params, offer, *, entropy, identity):
     delta, loss = learner.train(task.theta, task.t, 0.1)
     weight = learner.cells / task.total
     words, note = update_words(params, len(task.clients), delta, weight, loss, entropy)
-    weight = 0.0 if note else weight  # of an update that is no number
+    weight = 0.0 if note else weight  # of an update that is not a number
     words = np.concatenate([words[:-2], TAIL.encode(np.array([weight, weight * loss]))])  # weights were summed, too
     sums = params.sum(task.clients, len(words))
     await secure_sum.contributor(ch.sub("update/0", sums), sums, words, entropy=entropy, identity=identity)

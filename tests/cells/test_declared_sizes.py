@@ -159,5 +159,5 @@ def test_an_adapter_that_describes_a_huge_network_is_refused_without_its_memory(
     meta["config"]["bottleneck"] = 10**10
     kept["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
     np.savez(path, **kept)
-    with pytest.raises(DataError, match="is no adapter of Cloister"):
+    with pytest.raises(DataError, match="is not an adapter of Cloister"):
         Adapted.load(path)

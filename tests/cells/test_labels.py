@@ -116,7 +116,7 @@ def check_written(adata, key, kinds):
 
 def test_map_labels_maps_all_levels_at_once(atlas):
     sites, kinds = atlas
-    options = {"query": "basel", "n_neighbors": 5, "mode": "plain"}
+    options = {"query": "basel", "use_rep": "X_pca", "n_neighbors": 5, "mode": "plain"}
     plain = rehearse("map-labels", sites, **options).data["basel"]
     run = rehearse("map-labels", sites, levels=LEVELS, **options)
     found = run.data["basel"]

@@ -372,7 +372,7 @@ def test_a_truncated_zarr(tmp_path, array, how):
 
 def test_a_folder_that_is_no_zarr(tmp_path):
     (tmp_path / "a.zarr").mkdir()
-    with pytest.raises(DataError, match="no folder of Zarr"):
+    with pytest.raises(DataError, match="not a folder of Zarr"):
         read_cells(tmp_path / "a.zarr")
     write_zarr(tmp_path / "b.zarr")
     shutil.rmtree(tmp_path / "b.zarr" / "var")

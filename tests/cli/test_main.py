@@ -163,7 +163,7 @@ def test_two_sites_are_warned(run, files):
     two = dict(list(files.items())[:2])
     code, _, err = run("rehearse", "bin-values", *data_of(two), "--json")
     assert code == 0
-    assert "by subtraction" in err
+    assert "subtract its own input" in err
 
 
 def bad_files(files, tmp_path):
@@ -227,7 +227,7 @@ def test_bad_input_is_one_clear_sentence(run, files, tmp_path, name):
         (["rehearse", "bin-values", "--data", "a"], 2, "site=file"),
         (["rehearse", "bin-values", "--data", "a=x.h5ad", "--data", "a=y.h5ad"], 2, "two sites are called 'a'"),
         (["rehearse", "bin-values", "--data", "a=x.h5ad"], 1, "at least 2 sites"),
-        (["rehearse", "bin-values", "--data", "A b=x.h5ad", "--data", "c=y.h5ad"], 1, "no party name"),
+        (["rehearse", "bin-values", "--data", "A b=x.h5ad", "--data", "c=y.h5ad"], 1, "not a valid party name"),
         (
             ["rehearse", "bin-values", "--data", "a=x.h5ad", "--data", "b=y.h5ad", "--n-bin", "5"],
             2,
@@ -242,7 +242,7 @@ def test_bad_input_is_one_clear_sentence(run, files, tmp_path, name):
         (["rehearse", "bin-values", "--data", "a=x.h5ad", "--data", "b=y.h5ad", "--mode", "open"], 1, "mode"),
         (["rehearse", "nothing"], 2, "no workflow 'nothing'"),
         (["receipt", "nowhere.json"], 1, "nowhere.json does not exist"),
-        (["receipt", __file__], 4, "no Cloister receipt"),
+        (["receipt", __file__], 4, "not a Cloister receipt"),
         (["rehearse"], 2, "see cloister rehearse --help"),
         (["demo", "--cells", "--out", __file__], 2, "is a file; name a folder"),
         (["rehearse", "map-labels", "--data", "a=x.h5ad", "--data", "b=y.h5ad"], 1, "needs the option 'query'"),
@@ -413,4 +413,4 @@ def test_what_is_signed_is_shown_before_anything_runs(run, tmp_path):
         assert run("site", tmp_path, *wrong)[0] == 2
     code, _, err = run("halt", tmp_path)
     assert code == 1
-    assert "is no start-up kit" in err
+    assert "is not a start-up kit" in err

@@ -55,7 +55,7 @@ def test_says_what_it_found_in_words(trained, monkeypatch, capsys):
         (("model.npz", "new.h5ad", "--out", "new.h5ad"), 2, "is the file of the cells"),
         (("none.npz", "new.h5ad"), 1, "there is no model file"),
         (("model.npz", "new.h5ad", "--majority-over", "leiden"), 1, "'leiden'] is missing"),
-        (("new.h5ad", "new.h5ad"), 1, "no model file of Cloister"),
+        (("new.h5ad", "new.h5ad"), 1, "not a model file of Cloister"),
     ],
 )
 def test_errors_are_one_sentence(trained, monkeypatch, capsys, words, code, message):

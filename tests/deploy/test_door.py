@@ -137,7 +137,7 @@ def check_heard(federation: Federation, said: dict[str, str]) -> None:
 
 
 def test_a_carrier_that_is_another_program_ends_the_run_by_name_everywhere(tmp_path):
-    """Basel's carrier works until a run is on; then it sends what is no packet. All end by name; the next run works."""
+    """Basel's carrier works until a run is on; then it sends no packets. All end by name; the next run works."""
     federation = Federation(tmp_path, timeout=12.0)
     federation.agree(parameters={"rounds": 1_000_000, "pause": 0.01})
     try:
@@ -163,7 +163,7 @@ def test_a_carrier_that_is_another_program_ends_the_run_by_name_everywhere(tmp_p
             assert (ended.status, ended.error["protocol"]) == ("aborted", "chat"), p
             assert ended.error["code"] in ("lost", "timeout"), p
         assert "this party's carrier ended" in federation.ended("basel").error["text"]
-        assert "the carrier's pipe broke: what came is no packet" in (tmp_path / "basel.out").read_text()
+        assert "the carrier's pipe broke: what came is not a packet" in (tmp_path / "basel.out").read_text()
         carrier = [c for c in psutil.Process(federation.services["basel"].pid).children() if "-I" in c.cmdline()]
         assert len(carrier) <= 1
     finally:

@@ -14,7 +14,7 @@ from cloister.rehearsal.rehearsal import rehearse
 from cloister.workflows.saved_models.integration import Integration
 
 pytestmark = [pytest.mark.xdist_group("flare"), pytest.mark.slow]
-OPTIONS = {"use_rep": "X_pca", "batch_key": "batch", "n_clusters": 4, "rounds": 2, "updates": 2, "blocks": 2}
+OPTIONS = {"use_rep": "X_pca", "batch_key": "batch", "n_clusters": 4, "rounds": 2, "updates": 2, "sweeps": 2}
 
 
 def cells(seed: int, n: int = 80) -> ad.AnnData:

@@ -218,7 +218,7 @@ def test_a_data_path_is_the_sites_own(basel):
 
 
 def test_a_folder_that_is_no_kit(tmp_path):
-    with pytest.raises(ParameterError, match="no start-up kit"):
+    with pytest.raises(ParameterError, match="not a start-up kit"):
         Kit.open(tmp_path)
 
 

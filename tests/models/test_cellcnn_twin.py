@@ -109,7 +109,7 @@ def test_models_survive_json_and_reject_anything_else():
     np.testing.assert_array_equal(again.weights.V, made.weights.V)
     assert again.config == CONFIG
     for bad in ("", "{}", '{"format": "cloister-cellcnn/1"}', made.to_json()[:-20]):
-        with pytest.raises(ParameterError, match="no CellCnn model"):
+        with pytest.raises(ParameterError, match="not a CellCnn model"):
             cellcnn.Model.from_json(bad)
 
 

@@ -175,7 +175,7 @@ def test_bad_inputs():
     keys = graph.nearest(packed, 3)
     graph.check_keys(keys, 20, 64)
     for bad in (keys[:10], np.where(keys == keys[0, 0], -1, keys), keys[:, [0, 0, 1]], keys + (65 << 5)):
-        with pytest.raises(DataError, match="no graph"):
+        with pytest.raises(DataError, match="not a graph"):
             graph.check_keys(bad, 20, 64)
 
 

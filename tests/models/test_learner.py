@@ -271,7 +271,7 @@ def test_weights_that_do_not_fit_are_refused_in_words(tmp_path):
     cases = {
         "narrow.npz": (lambda s: s.update({"conv1.weight": s["conv1.weight"][:2]}), "'conv1.weight' of"),
         "less.npz": (lambda s: s.pop("bn1.running_mean"), "e.g. 'bn1.running_mean'"),
-        "nan.npz": (lambda s: s.update({"fc.bias": np.full(3, np.nan)}), "no numbers"),
+        "nan.npz": (lambda s: s.update({"fc.bias": np.full(3, np.nan)}), "not numbers"),
         "empty.npz": (lambda s: s.clear(), "no weights"),
     }
     for name, (change, message) in cases.items():
@@ -477,7 +477,7 @@ def test_save_and_load(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 rubbish", b"hello"])
 def test_files_that_are_no_models(tmp_path, content):
     (tmp_path / "m.npz").write_bytes(content)
-    with pytest.raises(DataError, match="no model file"):
+    with pytest.raises(DataError, match="not a model file"):
         Network.load(tmp_path / "m.npz")
     with pytest.raises(DataError, match="there is no model"):
         Network.load(tmp_path / "other.npz")

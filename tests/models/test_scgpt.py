@@ -138,7 +138,7 @@ def test_a_file_that_would_run_code_is_not_opened(model, tmp_path, capsys):
         ("args.json", json.dumps({"embsize": 32}), "lacks 'nheads'"),
         ("args.json", json.dumps({"input_emb_style": "category"}), "category"),
         ("vocab.json", json.dumps({"A": 0, "B": 5}), "without gaps"),
-        ("best_model.pt", "not tensors", "no file of tensors"),
+        ("best_model.pt", "not tensors", "is not a tensor file"),
     ],
 )
 def test_damaged_files(model, file, content, message, tmp_path):

@@ -90,7 +90,7 @@ def test_a_decision_by_keyboard_alone_with_and_without_script(chromium, page, sc
         chromium.events.clear()
         chromium.press("Enter")
         chromium.loaded()
-        assert "The study is refused" in chromium.eval("document.querySelector('[role=status]').textContent")
+        assert "The study is declined" in chromium.eval("document.querySelector('[role=status]').textContent")
         assert "Refused on " in chromium.eval("document.querySelector('main').textContent")
         with pytest.raises(RefusedError, match="refused .* by Ann"):
             page.kit.check_approved(page.kit.policy())
@@ -127,5 +127,5 @@ def test_another_page_can_neither_show_it_nor_post_to_it(chromium, page, tmp_pat
     chromium.events.clear()
     chromium.eval("document.querySelector('button').click()")
     chromium.loaded()
-    assert "Another page asked for this" in chromium.eval("document.body.textContent")
+    assert "This request came from another page" in chromium.eval("document.body.textContent")
     assert not page.kit.approvals.path.exists()

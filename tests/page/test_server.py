@@ -334,13 +334,13 @@ def test_halt_is_told_to_the_service_that_runs(page, monkeypatch):
 def test_a_coordinator_sees_runs_and_approves_nothing(hub):
     status, _, text = hub.get()
     assert status == 200
-    assert "this party asks" in text
+    assert "the other parties approve the studies of this one" in text
     assert 'action="/approve"' not in text
     assert 'action="/halt"' in text
     for path in ("/approve", "/refuse"):
         status, _, text = hub.post(path)
         assert status == 409
-        assert "it asks, and the others decide" in text
+        assert "the other parties decide on its studies" in text
     assert untouched(hub)
 
 
@@ -412,7 +412,7 @@ def test_runs_and_receipts_so_far(page):
     assert "2026-01-31 12:00:00 UTC" in home
     text = page.get(f"/runs/{RUN}")[2]
     assert "its process ended before the run did" in text
-    assert "The chain is whole, and signed with this kit&#x27;s key." in text
+    assert "The hash chain is complete and signed with this kit&#x27;s key." in text
     assert "secure_sum.Keys" in text
     _, headers, receipt = page.get(f"/runs/{RUN}/receipt/0")
     assert headers.get_content_type() == "application/json"
@@ -422,7 +422,7 @@ def test_runs_and_receipts_so_far(page):
     try:
         file.write_text(receipt.replace('"bytes": 100', '"bytes": 101'))
         text = page.get(f"/runs/{RUN}")[2]
-        assert "The chain is whole" not in text
+        assert "The hash chain is complete" not in text
         assert 'class="box bad"' in text
     finally:
         file.write_text(receipt)

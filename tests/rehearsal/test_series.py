@@ -107,7 +107,7 @@ def test_a_study_of_one_workflow_can_be_handed_over_whole(data, tmp_path):
 def test_cells_are_for_the_sites_of_the_study_and_options_are_its_own(data):
     for wrong, says in (
         ({k: data[k] for k in "ab"}, "no cells for 'c', which is a site"),
-        ({**data, "d": data["a"]}, "'d' is no site of the study 'story'; it has a, b, c"),
+        ({**data, "d": data["a"]}, "'d' is not a site of the study 'story'; it has a, b, c"),
     ):
         with pytest.raises(ParameterError, match=says):
             rehearse(STORY, wrong)
@@ -139,7 +139,7 @@ def test_the_command_line_tells_the_same_story(data, tmp_path, monkeypatch, caps
     code, told = call("check", "a.h5ad", "b=b.h5ad", "--for", "study.toml")
     assert (code, "ready for study.toml" in told.out) == (0, True)
     code, told = call("check", "elsewhere=b.h5ad", "--for", "study.toml")
-    assert (code, "'elsewhere' is no site of study.toml" in told.err) == (2, True)
+    assert (code, "'elsewhere' is not a site of study.toml" in told.err) == (2, True)
     code, told = call("rehearse", "study.toml", *files, "--out", "out")
     assert code == 0
     assert "step 2 of 2 (coarse): bin-values, hardened" in told.out

@@ -18,10 +18,10 @@ SMALL = {p: a[:40, :60].copy() for p, a in demo_sites().items()}
 PLAYS = [
     ("bin-values", {"min_values": 10}),
     ("bin-values", {"min_values": 10, "mode": "published"}),
-    ("integrate", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "blocks": 1, "min_cells": 20}),
+    ("integrate", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "sweeps": 1, "min_cells": 20}),
     ("shared-pca", {"n_components": 3, "n_top_genes": 20, "min_cells": 20}),
     ("find-outliers", {"use_rep": "X_pca", "trees": 4, "sample": 32, "contamination": 0.1}),
-    ("map-labels", {"query": "vienna", "n_neighbors": 3}),
+    ("map-labels", {"query": "vienna", "use_rep": "X_pca", "n_neighbors": 3}),
 ]
 
 

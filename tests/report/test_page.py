@@ -184,7 +184,7 @@ def test_an_abort_is_told_in_words(tmp_path):
     text = write_report(tmp_path / "r.html", [run], about=f"About {EVIL}").read_text()
     assert f"<p>About {html.escape(EVIL)}</p></header>" in text
     assert "the sites hold different kinds of values" in text
-    assert text.index("This run was aborted") < text.index("In short: what a whole run tells")
+    assert text.index("This run was aborted") < text.index("In short: what a whole run reveals")
 
 
 def test_very_many_parties_are_counted():
@@ -401,7 +401,7 @@ def test_damaged_folders_are_refused(runs, tmp_path):
     assert "damaged: figure-1" in load_runs(folder)[0].draw().note
     rows["figures"][0]["file"] = "../../etc/figure-1.png"
     (folder / "figures.json").write_text(json.dumps(rows))
-    with pytest.raises(DataError, match="no figure"):
+    with pytest.raises(DataError, match="not a figure"):
         load_runs(folder)
 
 

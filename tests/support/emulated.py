@@ -95,7 +95,7 @@ def use(monkeypatch):
 
 
 def choose(kernels, monkeypatch):
-    """Compute with the kernels by a C++ compiler ("emulated") or on a card; skip the test where there is none."""
+    """Compute with the kernels by a C++ compiler ("emulated") or on a GPU; skip the test where there is none."""
     if kernels == "emulated":
         if COMPILER is None:
             pytest.skip("there is no C++ compiler")

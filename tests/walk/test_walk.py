@@ -24,7 +24,7 @@ from cloister.rehearsal.run import Drawing, Run
 
 SITES = ("basel", "geneva", "lugano", "zurich")
 GENES = 60
-MAPPING = ("--query", "zurich", "--n-neighbors", "3")
+MAPPING = ("--query", "zurich", "--use-rep", "X_pca", "--n-neighbors", "3")
 
 
 def cells(seed=0, n=30):
@@ -135,7 +135,7 @@ def test_what_one_site_has_wrong_names_site_and_file(walk, what):
 def test_one_cell_is_enough_to_offer(call, tmp_path):
     made = sites()
     made["basel"] = made["basel"][:1].copy()
-    run = rehearse("map-labels", made, mode="plain", query="zurich", n_neighbors=3)
+    run = rehearse("map-labels", made, mode="plain", query="zurich", use_rep="X_pca", n_neighbors=3)
     assert run.errors == {}
 
 
@@ -174,7 +174,7 @@ def test_in_a_run_every_party_names_the_site_to_ask(what):
     change, code, says = TOGETHER[what]
     made = sites()
     change(made["basel"])
-    run = rehearse("map-labels", made, mode="plain", query="zurich", n_neighbors=3, check=False)
+    run = rehearse("map-labels", made, mode="plain", query="zurich", use_rep="X_pca", n_neighbors=3, check=False)
     assert run.origins == dict.fromkeys(("coordinator", *SITES), ("basel", code))
     assert says in str(run.errors["coordinator"])  # who saw the names tells them; the others hear a word
     assert all("CL:" not in str(e) for p, e in run.errors.items() if p != "coordinator")
@@ -201,7 +201,7 @@ def test_a_listed_vocabulary_may_be_of_any_spelling_and_disjoint():
     made = sites()
     respelt(made["basel"], str.upper)
     names = ["B cell", "T cell", "B CELL", "T CELL"]
-    run = rehearse("map-labels", made, mode="plain", query="zurich", n_neighbors=3, labels=names)
+    run = rehearse("map-labels", made, mode="plain", query="zurich", use_rep="X_pca", n_neighbors=3, labels=names)
     assert run.errors == {}
 
 
@@ -270,7 +270,7 @@ def test_a_study_names_its_parties(call, tmp_path):
     assert "'zurich'" in told
     code, told = call("rehearse", "bin-values", study, *data, "--data", f"bern={files['zurich']}")
     assert code == 1
-    assert "'bern' is no site of the study" in told
+    assert "'bern' is not a site of the study" in told
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def kits(tmp_path_factory):
 
     parties = {"hub": "coordinator", **dict.fromkeys(SITES, "site")}
     network = {"host": "localhost", "port": 8002}
-    study = Study("s", "map-labels", parties, network=network, parameters={"query": "zurich"})
+    study = Study("s", "map-labels", parties, network=network, parameters={"query": "zurich", "use_rep": "X_pca"})
     return provision(study, tmp_path_factory.mktemp("kits") / "ours")
 
 
@@ -431,9 +431,9 @@ def test_the_old_terms_gave_every_cell_one_label(monkeypatch):
     made = sites()
     giant(made["basel"])
     with pytest.raises(DataError, match="site 'basel'"):
-        rehearse("map-labels", made, query="zurich", n_neighbors=3)
+        rehearse("map-labels", made, query="zurich", use_rep="X_pca", n_neighbors=3)
     monkeypatch.setattr(mapping_terms, "APART", float("inf"))
-    run = rehearse("map-labels", made, query="zurich", n_neighbors=3)
+    run = rehearse("map-labels", made, query="zurich", use_rep="X_pca", n_neighbors=3)
     right = made["zurich"].obs["cell_type"].to_numpy()
     found = run.data["zurich"].obs["mapped"].astype(str).to_numpy()
     assert (found == right).mean() < 0.8

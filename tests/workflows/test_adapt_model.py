@@ -200,7 +200,7 @@ def test_bad_options_and_files(model, tmp_path):
         rehearse("adapt-model", {"basel": images(12, 0), "lugano": images(12, 1)}, model=str(model), budget=0)
     with pytest.raises(DataError, match="there is no model"):
         rehearse("adapt-model", {"basel": images(12, 0), "lugano": images(12, 1)}, model="nowhere.npz", **OPTIONS)
-    with pytest.raises(DataError, match="no adapter"):
+    with pytest.raises(DataError, match="not an adapter"):
         Adapted.load(model)
 
 
@@ -421,7 +421,7 @@ def test_taps_are_asked_for_once_and_trained_on_often(model, tmp_path):
         assert (found == a.obs["truth"].to_numpy()).mean() >= 0.9
     assert (runs[0].model.parameters, runs[1].model.parameters) == (2 * 4 + 2 + 4 * 2 + 4 + 10, 10)
     used = [e.name for e, _ in runs[0].receipts["basel"].entries if e.kind == "used"]
-    assert "taps of 24 samples, asked in an earlier run" in used
+    assert "taps of 24 samples, queried in an earlier run" in used
     both = rehearse("adapt-model", data, **(options | {"stage": "both", "budget": 4096}))  # asks for what is missing
     assert both.results["coordinator"]["answered"] == {"basel": 0, "lugano": 0}
     assert ledger.read_text() == counted
@@ -475,7 +475,7 @@ def check_baselines(run, tmp_path):
     ("options", "found"),
     [
         ({"stage": "train"}, "stage 'train' needs taps="),
-        ({"permutation": "round", "taps": "asked"}, "no taps to keep"),
+        ({"permutation": "round", "taps": "asked"}, "no taps to store"),
         ({"schedule": "step"}, "needs decay_at="),
         ({"decay_at": (3,)}, "needs decay_at="),
         ({"momentum": 1.0}, "momentum"),

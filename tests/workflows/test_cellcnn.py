@@ -326,7 +326,7 @@ def test_an_outsider_that_was_not_agreed_in_the_study_is_refused(tmp_path):
     assert not any(
         "cellcnn_card" in e.name for p in study.parties for e, _ in run.receipts[p].entries if e.kind == "sent"
     )
-    with pytest.raises(ParameterError, match="no site of the study"):
+    with pytest.raises(ParameterError, match="not a site of the study"):
         check_plan(plan("predict-cellcnn", SITES, options=options | {"query": "geneva", "outside": True}))
     with pytest.raises(ParameterError, match="two sites or more"):
         check_plan(plan("predict-cellcnn", SITES[:2], options=options | {"outside": True}))

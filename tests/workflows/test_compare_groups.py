@@ -121,7 +121,7 @@ def test_results_are_saved_with_tables_and_figures(run, tmp_path):
 
 
 def test_one_table_of_all_cells_with_covariates_and_no_blocks(sites):
-    options = BASE | {"covariates": ("age",), "block": "none", "normalise": "library"}
+    options = BASE | {"covariates": ("age",), "block": "none"}
     with pytest.raises(DataError, match="no table is left to which this site may add"):
         rehearse("compare-groups", sites, **options)  # twelve donors are too few for three columns
     sites = cl.demo_cohort(per_site=24, n_cells=40)

@@ -82,7 +82,7 @@ def test_hardened_is_as_good_as_pooled(forest):
 def test_published_finds_them_too(options, caplog):
     X, truth = planted()
     run = rehearse("find-outliers", sites(X, truth), mode="published", contamination=0.04, **options)
-    assert "with a few known rows, everybody's rows" in caplog.text  # before anything is sent, in plain words
+    assert "with a few known rows, the rows of all sites" in caplog.text  # before anything is sent, in plain words
     obs = pd.concat([a.obs for a in run.data.values()])
     assert (obs["outlier"] & obs["truth"]).sum() >= (16 if options.get("standardise") else 8)
     assert obs["outlier"].sum() <= (24 if options.get("repeats", 1) == 1 else 3 * 24 / 2)  # two of three must flag it
@@ -151,16 +151,17 @@ def test_repeats_vote_and_threshold_replaces_the_share():
     np.testing.assert_array_equal(obs["outlier"], obs["outlier_score"] >= 0.55)
 
 
-def test_drop_writes_the_cleaned_file(tmp_path):
+@pytest.mark.parametrize(("key", "value", "says"), [("drop", True, "adata.obs"), ("min_count", 12, "min_cells")])
+def test_options_of_earlier_versions_are_refused_with_what_to_do_instead(key, value, says):
     X, truth = planted(300)
-    run = rehearse("find-outliers", sites(X, truth), contamination=0.05, drop=True, trees=20)
-    left = sum(a.n_obs for a in run.data.values())
-    flagged = sum(r["flagged"] for p, r in run.results.items() if p != "coordinator")
-    assert left == 300 - flagged < 300
-    for name, adata in run.data.items():
-        assert not adata.obs["outlier"].any()
-        write_cells(adata, tmp_path / f"{name}.h5ad")
-        assert read_cells(tmp_path / f"{name}.h5ad").n_obs == adata.n_obs
+    with pytest.raises(ParameterError, match=f"has no option '{key}' any more.*{says}"):
+        rehearse("find-outliers", sites(X, truth), **{key: value})
+
+
+def test_options_of_the_paper_are_refused_in_hardened_mode():
+    X, truth = planted(300)
+    with pytest.raises(ParameterError, match="option 'thin' = 0.5 exists in mode published only, found mode hardened"):
+        rehearse("find-outliers", sites(X, truth), thin=0.5)
 
 
 def test_a_site_that_drops_out_of_a_sum_ends_the_run_by_name():
@@ -184,7 +185,7 @@ def test_with_donor_key_donors_are_counted_and_the_receipt_says_so():
     groups = [e.name for e, _ in run.receipts["basel"].entries if e.kind == "contributed"]
     assert all(int(g.split("donors ")[1].split(" ")[0]) >= 3 for g in groups if "donors " in g)
     assert any("donors " in g for g in groups)
-    options = find_outliers.Options(donor_key="donor", min_count=14, min_donors=6)
+    options = find_outliers.Options(donor_key="donor", min_cells=14, min_donors=6)
     agreed = find_outliers.hardened_params(SimpleNamespace(sites=tuple(data), coordinator="coordinator"), options)
     assert (agreed.min_cells, agreed.min_donors, agreed.by_donor) == (14, 6, True)
 
@@ -291,7 +292,6 @@ def test_few_rows_at_a_site():
         {"threshold": 1.5},
         {"contamination": 0.1, "threshold": 0.5},
         {"forest": "random"},
-        {"min_count": 0},
         {"stretch": 0.5},
         {"layer": "a", "use_rep": "b"},
         {"thin": 1.0},

@@ -153,7 +153,7 @@ def test_goes_on_after_the_coordinator_died(sites, run, tmp_path):
     with pytest.raises(ParameterError, match="another training"):
         rehearse("fine-tune", sites, checkpoint=where, **{**SIZE, "lr": 1e-4}, timeout=5.0)
     (tmp_path / "kept" / "state.npz").write_bytes(b"rubbish")
-    with pytest.raises(DataError, match="no checkpoint"):
+    with pytest.raises(DataError, match="not a checkpoint"):
         rehearse("fine-tune", sites, checkpoint=where, **SIZE, timeout=5.0)
 
 

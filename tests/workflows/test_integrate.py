@@ -18,7 +18,7 @@ from cloister.workflows.saved_models.integration import Integration
 ad = pytest.importorskip("anndata")
 
 SITES = ("basel", "lugano", "vienna")
-QUICK = {"use_rep": "X_pca", "n_clusters": 6, "rounds": 2, "updates": 2, "blocks": 2}
+QUICK = {"use_rep": "X_pca", "n_clusters": 6, "rounds": 2, "updates": 2, "sweeps": 2}
 
 
 def site(seed, n=90, batches=2, d=5):
@@ -77,6 +77,11 @@ def test_every_site_has_the_same_space_and_says_how_far_it_is_mixed(run):
         near = result["neighbours_of_own_batch"]
         assert near["after"] < near["before"]
         assert near["if_mixed"] == pytest.approx(0.5)
+        scores = result["scores_here"]
+        assert set(scores) == {"ilisi", "clisi", "label_asw", "batch_asw"}
+        assert scores["ilisi"]["after"] > scores["ilisi"]["before"]
+        assert scores["batch_asw"]["after"] > scores["batch_asw"]["before"]
+        assert scores["clisi"]["after"] > 0.9
     assert "own_site_here" not in run.results["coordinator"]
 
 
@@ -179,7 +184,7 @@ def test_a_file_that_is_no_integration(tmp_path, run):
     bad = tmp_path / "model.npz"
     for data in (b"", b"PK\x03\x04", run.outcomes["basel"].model.to_bytes()[:-50]):
         bad.write_bytes(data)
-        with pytest.raises(DataError, match="is no integration of Cloister"):
+        with pytest.raises(DataError, match="is not an integration of Cloister"):
             Integration.load(bad)
     with pytest.raises(DataError, match="no model file"):
         Integration.load(tmp_path / "none.npz")

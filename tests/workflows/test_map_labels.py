@@ -20,7 +20,7 @@ def sites():
 
 @pytest.fixture(scope="module")
 def pooled(sites):
-    return cl.mapping_baselines(sites, query="vienna")
+    return cl.mapping_baselines(sites, query="vienna", use_rep="X_pca")
 
 
 def mapped(run, key="mapped"):
@@ -94,7 +94,7 @@ def test_a_distance_is_found_or_given_and_the_user_hears_of_it(sites):
 
     with pytest.raises(ParameterError, match="pass one of them"):
         cl.rehearse("map-labels", data=sites, known_share=0.9, max_distance=3.0, **OPTIONS)
-    with pytest.raises(ParameterError, match="mode 'plain' finds no max_distance"):
+    with pytest.raises(ParameterError, match="mode 'plain' does not choose max_distance"):
         cl.rehearse("map-labels", data=sites, mode="plain", known_share=0.9, **OPTIONS)
     told = warnings_of(plan("map-labels", ["basel", "vienna"], options={"query": "vienna"}))
     assert any("known_share" in note for note in told)
@@ -144,7 +144,7 @@ def test_any_three_and_more_sites(sites):
 
 def test_an_agreed_vocabulary_and_bound_show_less(sites):
     labels = tuple(sorted({c for a in sites.values() for c in a.obs["cell_type"].astype(str)}))
-    run = cl.rehearse("map-labels", data=sites, labels=labels, bound=60.0, round_to=500, **OPTIONS)
+    run = cl.rehearse("map-labels", data=sites, labels=labels, bound=60.0, **OPTIONS)
     base = cl.rehearse("map-labels", data=sites, **OPTIONS)
     np.testing.assert_array_equal(mapped(run), mapped(base))
     opened = {(e.line, e.name) for e, _ in run.receipts["basel"].entries if e.kind == "opened"}
@@ -157,16 +157,16 @@ def test_cells_without_a_label_are_left_out(sites, pooled):
     column[::2] = None
     changed["basel"].obs["cell_type"] = pd.Categorical(column)
     run = cl.rehearse("map-labels", data=changed, **OPTIONS)
-    wanted = cl.mapping_baselines(changed, query="vienna")["pooled k-NN"]
+    wanted = cl.mapping_baselines(changed, query="vienna", use_rep="X_pca")["pooled k-NN"]
     np.testing.assert_array_equal(mapped(run)[~wanted["ties"]], wanted["labels"][~wanted["ties"]])
 
 
 def test_prototypes_are_fewer_and_nearly_as_good(sites):
-    whole = cl.rehearse("map-labels", data=sites, n_neighbors=3, query="vienna")
-    few = cl.rehearse("map-labels", data=sites, n_neighbors=3, query="vienna", prototypes=3)
+    whole = cl.rehearse("map-labels", data=sites, n_neighbors=3, query="vienna", use_rep="X_pca")
+    few = cl.rehearse("map-labels", data=sites, n_neighbors=3, query="vienna", use_rep="X_pca", prototypes=3)
     assert few.results["vienna"]["accuracy"] > whole.results["vienna"]["accuracy"] - 0.15
     assert sum(c["bytes"] for c in few.cost.values()) < sum(c["bytes"] for c in whole.cost.values())
-    x, names = workflow.references(sites["basel"], workflow.Options("vienna"))
+    x, names = workflow.references(sites["basel"], workflow.Options("vienna", use_rep="X_pca"))
     rows, labels = workflow.metacells(x, names, 3, np.random.default_rng(0))
     assert pd.Series(labels).value_counts().max() == 3
     assert set(labels) == set(names)
@@ -226,9 +226,9 @@ def test_baselines_against_scikit_learn():
 
 def test_baselines_say_what_they_need(sites):
     with pytest.raises(ParameterError, match="at least one other"):
-        cl.mapping_baselines({"vienna": sites["vienna"]}, query="vienna")
+        cl.mapping_baselines({"vienna": sites["vienna"]}, query="vienna", use_rep="X_pca")
     with pytest.raises(DataError, match="label_key="):
-        cl.mapping_baselines(sites, query="vienna", label_key="kind")
+        cl.mapping_baselines(sites, query="vienna", label_key="kind", use_rep="X_pca")
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from cloister.workflows.pipeline import check_site, check_steps, given, needed, 
 
 PARTIES = {Party("hub"): "coordinator", Party("basel"): "site", Party("lugano"): "site", Party("vienna"): "site"}
 BINS, PCA = Step("bin-values"), Step("shared-pca", options={"n_components": 10})
+POOLED = {"query": "vienna", "use_rep": "X_pca"}
 LABELS = Step("map-labels", "plain", {"query": "vienna", "use_rep": "X_shared_pca"})
 
 
@@ -91,8 +92,8 @@ def test_what_a_step_lacks_at_a_site_is_one_sentence_before_anything_is_sent(ste
 
 
 def test_what_one_site_asks_for_is_given_to_that_site_alone(sites):
-    again = Step("map-labels", "plain", {"query": "vienna", "label_key": "mapped", "key_added": "twice"}, "again")
-    first = Step("map-labels", "plain", {"query": "vienna"})
+    again = Step("map-labels", "plain", {**POOLED, "label_key": "mapped", "key_added": "twice"}, "again")
+    first = Step("map-labels", "plain", POOLED)
     with pytest.raises(DataError, match=r"step 2 of 2 \(again\): it needs adata.obs\['mapped'\]"):
         check_site(story(first, again), Party("basel"), sites["basel"])
     check_site(story(first, again), Party("vienna"), sites["vienna"])

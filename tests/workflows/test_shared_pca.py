@@ -130,7 +130,7 @@ def test_library_sizes_from_a_column(sites):
         (lambda a: None, {"min_cells": 10_000}, DataError, "fewer than 10000"),
         (lambda a: None, {"n_components": 200}, ParameterError, "n_components"),
         (lambda a: None, {"n_top_genes": 20_000}, ParameterError, "n_top_genes"),
-        (lambda a: None, {"target_sum": -1.0}, ParameterError, "target_sum"),
+        (lambda a: None, {"target_sum": 1e5}, ParameterError, "has no option 'target_sum' any more: it is 10,000"),
         (lambda a: a._inplace_subset_obs(np.arange(10)), {}, DataError, "site 'basel'"),
     ],
 )

@@ -249,7 +249,7 @@ def test_other_genes_values_and_files_are_refused_by_name(sites, run, tmp_path):
     with pytest.raises(DataError, match="there is no model file"):
         load_model(tmp_path / "none.npz")
     (tmp_path / "rubbish.npz").write_bytes(b"PK rubbish")
-    with pytest.raises(DataError, match="no model file of Cloister"):
+    with pytest.raises(DataError, match="not a model file of Cloister"):
         load_model(tmp_path / "rubbish.npz")
     content = run.model.to_bytes()
     changed = LinearModel.from_bytes(content, "here")

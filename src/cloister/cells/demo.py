@@ -73,8 +73,8 @@ def demo_cohort(
     A donor is `n_cells` cells drawn at a site, each gene thinned by a factor of the donor's own. In the condition
     "case" macrophages have 0.4 more counts, on average, of `planted` genes (`var["planted"]`), and most T cells are
     missing. `obs` has `donor`, `condition`, `age`, `cell_type`. Another seed draws other donors with the same disease.
-    With `clone`, so many of the last site's cells, and a twelfth as many of the others', are of a clone that expresses
-    thirty genes which lung cells rarely do (`obs["clone"]`).
+    With `clone`, this fraction of the last site's cells, and a twelfth of it at the others, belongs to a clone that
+    expresses thirty genes which lung cells rarely express (`obs["clone"]`).
     """
     import pandas as pd
     from anndata import AnnData

@@ -283,7 +283,7 @@ def _check_file(path: Path, kind: str) -> None:
         raise DataError(f"{path} does not exist; check the name.")
     if kind == ZARR:
         if not any((path / name).is_file() for name in (".zgroup", "zarr.json")):
-            raise DataError(f"{path} is no folder of Zarr, or was not copied whole; copy it or write it again.")
+            raise DataError(f"{path} is not a folder of Zarr, or was not copied whole; copy it or write it again.")
         return
     if not path.is_file():
         raise DataError(f"{path} is not a file; name a file.")

@@ -131,6 +131,14 @@ def check_cells(
     return seen
 
 
+def how_to_embed(adata: AnnData, use_rep: str) -> str:
+    """What to do about an embedding that is missing."""
+    if "X_integrated" in adata.obsm and use_rep == "X_shared_pca":
+        return "Pass use_rep='X_integrated', or run shared-pca."
+    own = " X_pca from scanpy is a different space at every site." if "X_pca" in adata.obsm else ""
+    return f"Run shared-pca, which makes one space for all sites, or name such a space with use_rep=.{own}"
+
+
 def embedding(adata: AnnData, use_rep: str | None) -> F64:
     """Return one dense row per cell: `adata.obsm[use_rep]`, or `X` for `None`.
 
@@ -151,10 +159,7 @@ def embedding(adata: AnnData, use_rep: str | None) -> F64:
     else:
         where = f"adata.obsm[{use_rep!r}]"
         if use_rep not in adata.obsm:
-            raise DataError(
-                f"{where} is missing; there is {listed(adata.obsm)}. Compute it (the workflow shared-pca makes one"
-                " space for all sites), or name another with use_rep=."
-            )
+            raise DataError(f"{where} is missing; there is {listed(adata.obsm)}. {how_to_embed(adata, use_rep)}")
         found = adata.obsm[use_rep]
         found = np.asarray(found.toarray() if is_sparse(found) else found)
         if found.ndim != 2 or 0 in found.shape or found.dtype.kind not in "biuf":

@@ -358,7 +358,7 @@ def x_of(adata: AnnData) -> Any:
 
 
 def _damaged(where: str) -> str:
-    return f"{where} cannot be read: it is damaged or its file is gone; copy the file or write it again."
+    return f"{where} cannot be read: it is damaged or its file was removed; copy the file or write it again."
 
 
 def is_sparse(matrix: Any) -> bool:

@@ -16,40 +16,55 @@ from cloister.errors import ParameterError, UsageError
 
 def distil(
     teacher: Annotated[
-        Path, typer.Argument(help="A ViT of timm, torchvision or Hugging Face: .safetensors, .pt, .npz, or its folder.")
+        Path,
+        typer.Argument(
+            help="File or folder of a ViT from timm, torchvision or Hugging Face (.safetensors, .pt, .npz)."
+        ),
     ],
     data: Annotated[
-        Path, typer.Argument(metavar="DATA", help="Auxiliary images: rows of X, height x width x channels.")
+        Path,
+        typer.Argument(metavar="DATA", help="File of auxiliary images, one per row of X (height x width x channels)."),
     ],
-    path: Annotated[Path, typer.Option("--out", help="Where to write the model that is served.")] = Path("model.npz"),
-    label_key: Annotated[str | None, typer.Option(help="Column of obs with labels; without: out of domain.")] = None,
-    attention: Annotated[str, typer.Option(help="quadratic, or taylor.")] = "quadratic",
-    degree: Annotated[int, typer.Option(help="Of Taylor's exp.")] = 6,
-    epochs: Annotated[int, typer.Option(help="Of each of the two stages.")] = 15,
-    tune_epochs: Annotated[int, typer.Option(help="Of the teacher on the labels, before; 0 leaves it as it is.")] = 5,
-    again: Annotated[int, typer.Option(help="Turns under a stronger penalty, if it leaves its intervals.")] = 3,
-    batch_size: Annotated[int, typer.Option(help="Images a step.")] = 16,
-    rate: Annotated[float, typer.Option(help="Of the teacher and of stage 1.")] = 1e-4,
-    last_rate: Annotated[float, typer.Option(help="Of stage 2.")] = 1e-5,
-    decay: Annotated[float, typer.Option(help="What is left of a rate at the end of its stage.")] = 0.1,
-    penalty: Annotated[float, typer.Option(help="Weight of values that are about to leave their intervals.")] = 1.0,
-    rank: Annotated[int, typer.Option(help="Numbers that a site reads at a tap.")] = 8,
-    validation: Annotated[float, typer.Option(help="Share of the images that is kept for judging.")] = 0.1,
-    heads: Annotated[int | None, typer.Option(help="Of the teacher, where neither size nor config.json says.")] = None,
-    eps: Annotated[float | None, typer.Option(help="Of its LayerNorm, if not the library's own.")] = None,
-    mean: Annotated[
-        str | None, typer.Option(help="Of the images it was trained on: one number or 0.485,0.456,0.406.")
+    path: Annotated[Path, typer.Option("--out", help="File for the served model.")] = Path("model.npz"),
+    label_key: Annotated[
+        str | None, typer.Option(help="Column of obs with labels; without it, the images count as out of domain.")
     ] = None,
-    std: Annotated[str | None, typer.Option(help="Their deviation, likewise.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, or gpu.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of the order of images.")] = 0,
+    attention: Annotated[str, typer.Option(help="Attention polynomial: quadratic or taylor.")] = "quadratic",
+    degree: Annotated[int, typer.Option(help="Degree of Taylor's exp.")] = 6,
+    epochs: Annotated[int, typer.Option(help="Epochs of each of the two stages.")] = 15,
+    tune_epochs: Annotated[int, typer.Option(help="Epochs of tuning the teacher on the labels first; 0 for none.")] = 5,
+    again: Annotated[
+        int, typer.Option(help="Repetitions under a stronger penalty while values leave their intervals.")
+    ] = 3,
+    batch_size: Annotated[int, typer.Option(help="Images per step.")] = 16,
+    rate: Annotated[float, typer.Option(help="Learning rate of the teacher and of stage 1.")] = 1e-4,
+    last_rate: Annotated[float, typer.Option(help="Learning rate of stage 2.")] = 1e-5,
+    decay: Annotated[float, typer.Option(help="Final learning rate of a stage, as a fraction of its first.")] = 0.1,
+    penalty: Annotated[
+        float, typer.Option(help="Weight of the penalty for values near the ends of their intervals.")
+    ] = 1.0,
+    rank: Annotated[int, typer.Option(help="Number of values that a site receives at a tap.")] = 8,
+    validation: Annotated[float, typer.Option(help="Fraction of the images held out for validation.")] = 0.1,
+    heads: Annotated[
+        int | None, typer.Option(help="Attention heads of the teacher; by default from its size or config.json.")
+    ] = None,
+    eps: Annotated[float | None, typer.Option(help="Epsilon of its LayerNorm; the library's by default.")] = None,
+    mean: Annotated[
+        str | None,
+        typer.Option(help="Mean of its training images: one number, or one per channel (0.485,0.456,0.406)."),
+    ] = None,
+    std: Annotated[
+        str | None, typer.Option(help="Standard deviation of its training images, in the same form.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device: cpu or gpu.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of the order of images.")] = 0,
     page: Annotated[
-        Path | None, typer.Option("--report", help="The page of figures; beside the model by default.")
+        Path | None, typer.Option("--report", help="File for the page of figures; beside the model by default.")
     ] = None,
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Make the model that adapt-model runs from a ViT. Nothing is sent."""
+    """Distil a ViT into the polynomial model that adapt-model runs. Nothing is sent."""
     given = dict(locals())
     page = page or path.with_suffix(".html")
     for name, file in (("--out", path), ("--report", page)):

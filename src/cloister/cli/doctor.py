@@ -258,7 +258,7 @@ def _certificates(kit: Kit) -> Iterator[Finding]:
         try:
             ends = x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
         except ValueError:
-            yield Finding("certificate", "wrong", f"{file} is no certificate; ask for a new kit")
+            yield Finding("certificate", "wrong", f"{file} is not a certificate; ask for a new kit")
             continue
         days = (ends - now).days
         state = "ok" if days > 30 else "note" if days >= 0 else "wrong"

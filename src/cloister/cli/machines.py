@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def provision(
-    study: Annotated[Path, typer.Argument(help="The study; it needs a host and a port for the coordinator.")],
-    folder: Annotated[Path, typer.Option("--out", help="Folder for the kits; one per party.")] = Path("kits"),
+    study: Annotated[Path, typer.Argument(help="Study with the coordinator's host and port under [network].")],
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the kits, one per party.")] = Path("kits"),
 ) -> None:
     """Make a start-up kit with certificates for every party of a study."""
     from cloister.deploy.provision import provision as make
@@ -35,17 +35,20 @@ def provision(
 
 
 def site(
-    kit: Annotated[Path, typer.Argument(help="This party's start-up kit.")],
+    kit: Annotated[Path, typer.Argument(help="Start-up kit of this party.")],
     approve: Annotated[  # noqa: FBT002
         bool, typer.Option("--approve", metavar=FLAG, help="Approve the kit's study on this site's cells, and stop.")
     ] = False,
     refuse: Annotated[  # noqa: FBT002
-        bool, typer.Option("--refuse", metavar=FLAG, help="Keep that the kit's study is not allowed here, and stop.")
+        bool,
+        typer.Option("--refuse", metavar=FLAG, help="Record that the kit's study was reviewed and declined, and stop."),
     ] = False,
     by: Annotated[
-        str, typer.Option(help="With --approve or --refuse: who looked at it; the login name by default.")
+        str, typer.Option(help="With --approve or --refuse: name of the reviewer; the login name by default.")
     ] = "",
-    data: Annotated[Path | None, typer.Option(help="With --approve: the cells, if not those in site.toml.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="With --approve: file of cells; that of site.toml by default.")
+    ] = None,
     small_change: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
@@ -55,9 +58,14 @@ def site(
         ),
     ] = False,
     page: Annotated[  # noqa: FBT002
-        bool, typer.Option("--page", metavar=FLAG, help="Serve a page to this machine: what runs, what waits, halt.")
+        bool,
+        typer.Option(
+            "--page",
+            metavar=FLAG,
+            help="Serve a page on this machine with current runs, studies to decide on, and halt.",
+        ),
     ] = False,
-    port: Annotated[int | None, typer.Option(help="With --page: where; 8642 by default.")] = None,
+    port: Annotated[int | None, typer.Option(help="With --page: TCP port; 8642 by default.")] = None,
 ) -> None:
     """Start a party (site, coordinator or auxiliary server) and wait for runs; Ctrl-C stops it."""
     if approve and refuse:
@@ -87,7 +95,7 @@ def site(
 
 def _asked(kit: Kit) -> Kit:
     if kit.role == "coordinator":
-        raise UsageError(f"{kit.me} is the coordinator; it asks, and the others approve or refuse")
+        raise UsageError(f"{kit.me} is the coordinator; the other parties approve or decline its studies")
     return kit
 
 
@@ -120,10 +128,10 @@ def _show_approved(kit: Kit, by: str, data: Path | None, *, small_change: bool =
 
 
 def halt(
-    kit: Annotated[Path, typer.Argument(help="This party's start-up kit.")],
-    by: Annotated[str, typer.Option(help="Who halts; the login name by default.")] = "",
+    kit: Annotated[Path, typer.Argument(help="Start-up kit of this party.")],
+    by: Annotated[str, typer.Option(help="Name of the person who halts; the login name by default.")] = "",
 ) -> None:
-    """Stop every run at this party now, and withdraw its approval."""
+    """Stop every run at this party now and withdraw its approval."""
     from cloister.deploy.approval.halting import halt as stop
 
     done = stop(kit, by)
@@ -134,13 +142,13 @@ def halt(
 
 def run(
     workflow: WorkflowName,
-    study: Annotated[
-        Path | None, typer.Argument(help="The study that all parties agreed on, after its workflow's name or alone.")
+    study: Annotated[Path | None, typer.Argument(help="Study file that all parties agreed on.")] = None,
+    me: Annotated[str, typer.Option("--as", help="Name of this party in the study.")] = "",
+    data: Annotated[Path | None, typer.Option(help="File of this site's cells; that of site.toml by default.")] = None,
+    path: Annotated[Path | None, typer.Option("--out", help="File for the cells with results.")] = None,
+    kit: Annotated[
+        Path | None, typer.Option(help="Start-up kit of this party; kits/PARTY beside the study by default.")
     ] = None,
-    me: Annotated[str, typer.Option("--as", help="Which party of the study this is.")] = "",
-    data: Annotated[Path | None, typer.Option(help="This site's cells, for this run.")] = None,
-    path: Annotated[Path | None, typer.Option("--out", help="Where to write the cells with results.")] = None,
-    kit: Annotated[Path | None, typer.Option(help="This party's kit; kits/PARTY beside the study by default.")] = None,
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:

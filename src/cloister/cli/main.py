@@ -84,10 +84,12 @@ def _top(
 
 @app.command(epilog="Example:  cloister explain bin-values --mode published")
 def explain(
-    workflow: Annotated[str | None, typer.Argument(help="Or a study.toml. Without one: all workflows.")] = None,
+    workflow: Annotated[
+        str | None, typer.Argument(help="Name of a workflow, or a study.toml; all workflows by default.")
+    ] = None,
     mode: ModeName = None,
 ) -> None:
-    """Say what a workflow computes, what each party learns, what it costs, and its options. Nothing is sent."""
+    """Explain a workflow: result, who learns what, cost and options. Nothing is sent."""
     import dataclasses
 
     from cloister import workflows
@@ -107,8 +109,12 @@ def explain(
         explain_mode(workflow, one, chosen.mode(one))
     table = Table("option", "default", "meaning", box=None)
     for f in dataclasses.fields(chosen.options):
+        modes = f.metadata.get("modes", ())
+        if mode and modes and mode not in modes:
+            continue
         default = "required" if f.default is dataclasses.MISSING else str(f.default)
-        table.add_row("--" + f.name.replace("_", "-"), as_is(default), as_is(f.metadata.get("help", "")))
+        only = f"mode {' and '.join(modes)} only: " if modes and not mode else ""
+        table.add_row("--" + f.name.replace("_", "-"), as_is(default), as_is(only + f.metadata["help"]))
     out.print(table)
 
 
@@ -131,12 +137,12 @@ app.command(epilog="Example:  cloister receipt basel.receipt.json --verify   or 
 
 @app.command(epilog="Example:  cloister report results")
 def report(
-    folder: Annotated[Path, typer.Argument(help="A results folder.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of results, as written by rehearse or run.")],
     path: Annotated[
-        Path | None, typer.Option("--out", help="Where to write; report.html in the folder by default.")
+        Path | None, typer.Option("--out", help="File for the report; report.html in the folder by default.")
     ] = None,
 ) -> None:
-    """Make the page of a results folder again."""
+    """Write the report of a results folder again."""
     from cloister.rehearsal.results import load_runs
     from cloister.report.page import write_report
 
@@ -150,11 +156,11 @@ def report(
 def demo(
     folder: Annotated[Path, typer.Option("--out", help="Folder for the report.")] = Path("demo"),
     only_cells: Annotated[  # noqa: FBT002
-        bool, typer.Option("--cells", metavar=FLAG, help="Only write the three sites' files.")
+        bool, typer.Option("--cells", metavar=FLAG, help="Only write the files of three small sites, and run nothing.")
     ] = False,
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Tell one story with every workflow, on the same cells of three hospitals, in minutes; write report.html."""
+    """Run every workflow on the cells of three hospitals, in minutes, and write report.html."""
     from cloister.demo import run_demo, write_sites
     from cloister.demo.rows import halves
 
@@ -195,10 +201,10 @@ app.command(epilog="Example:  cloister run bin-values study.toml --as basel --da
 
 @app.command(epilog="Example:  cloister doctor --kit kits/basel")
 def doctor(
-    kit: Annotated[Path | None, typer.Option(help="Look at this start-up kit, too.")] = None,
+    kit: Annotated[Path | None, typer.Option(help="Start-up kit to check as well.")] = None,
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
-    """Look whether this installation, and a kit, are ready for a run. Nothing is changed or sent."""
+    """Check whether this installation, and a kit, are ready for a run. Nothing is changed or sent."""
     import dataclasses
 
     from cloister.cli.doctor import examine

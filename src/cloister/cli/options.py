@@ -22,13 +22,13 @@ FLAG = " "  # an option that takes no value
 STUDY = ".toml"  # what stands in place of a workflow's name ends so if it is a study
 OPEN = {"allow_extra_args": True, "ignore_unknown_options": True}  # a workflow's own options follow the verb's
 WorkflowName = Annotated[
-    str, typer.Argument(help="bin-values, find-outliers, ...: see `cloister explain`. Or a study.toml.")
+    str, typer.Argument(help="Name of a workflow (`cloister explain` lists them), or a study.toml.")
 ]
 DataFiles = Annotated[
-    list[str] | None, typer.Option("--data", metavar="SITE=FILE", help="The cells of a site; once per site.")
+    list[str] | None, typer.Option("--data", metavar="SITE=FILE", help="File of a site's cells; give it once per site.")
 ]
 ModeName = Annotated[
-    str | None, typer.Option(metavar="MODE", help="hardened (default), published, or plain where there is one.")
+    str | None, typer.Option(metavar="MODE", help="Mode: hardened (default), or another that the workflow has.")
 ]
 OutFolder = Annotated[
     Path | None, typer.Option("--out", metavar="FOLDER", help="Folder for results, receipts and the report.")

@@ -14,19 +14,23 @@ FLAG = " "  # an option that takes no value
 
 
 def place(
-    model: Annotated[Path, typer.Argument(help="A model.npz of integrate.")],
-    data: Annotated[Path, typer.Argument(metavar="CELLS", help="The cells to place.")],
-    path: Annotated[Path, typer.Option("--out", help="Where to write the placed cells.")],
-    like: Annotated[Path | None, typer.Option(help="This site's cells of the run, if CELLS hold counts only.")] = None,
-    layer: Annotated[str | None, typer.Option(help="Layer that holds the counts; with --like.")] = None,
-    library_key: Annotated[str | None, typer.Option(help="Column of obs with library sizes; with --like.")] = None,
-    batch_key: Annotated[str | None, typer.Option(help="Column of obs with batches; that of the run if none.")] = None,
+    model: Annotated[Path, typer.Argument(help="File model.npz from integrate.")],
+    data: Annotated[Path, typer.Argument(metavar="CELLS", help="File of the cells to place.")],
+    path: Annotated[Path, typer.Option("--out", help="File for the placed cells.")],
+    like: Annotated[
+        Path | None, typer.Option(help="File of this site's cells from the run; needed if CELLS has counts only.")
+    ] = None,
+    layer: Annotated[str | None, typer.Option(help="Layer with the counts, with --like; X by default.")] = None,
+    library_key: Annotated[str | None, typer.Option(help="Column of obs with library sizes, with --like.")] = None,
+    batch_key: Annotated[
+        str | None, typer.Option(help="Column of obs with batches; that of the run by default.")
+    ] = None,
     new_batch: Annotated[  # noqa: FBT002
-        bool, typer.Option("--new-batch", metavar=FLAG, help="These cells are one batch that took no part.")
+        bool, typer.Option("--new-batch", metavar=FLAG, help="Treat these cells as one batch that was not in the run.")
     ] = False,
-    key_added: Annotated[str, typer.Option(help="Name in obsm.")] = "X_integrated",
+    key_added: Annotated[str, typer.Option(help="Key of obsm for the result.")] = "X_integrated",
 ) -> None:
-    """Place cells that came later among integrated ones, which stay where they are. Nothing is sent."""
+    """Place new cells among integrated ones, which do not move. Nothing is sent."""
     from cloister.cells.files import read_cells, write_cells
     from cloister.workflows.saved_models.integration import Integration
     from cloister.workflows.shared_pca.workflow import place_in_space

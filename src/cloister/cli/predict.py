@@ -17,25 +17,29 @@ FLAG = " "  # an option that takes no value
 
 
 def predict(
-    model: Annotated[Path, typer.Argument(help="A model.npz of train-classifier or fine-tune.")],
-    data: Annotated[Path, typer.Argument(metavar="CELLS", help="The cells to label.")],
-    path: Annotated[Path | None, typer.Option("--out", help="Where to write the labelled cells.")] = None,
-    layer: Annotated[str | None, typer.Option(help="Layer that holds the values, as in training.")] = None,
+    model: Annotated[Path, typer.Argument(help="File model.npz from train-classifier or fine-tune.")],
+    data: Annotated[Path, typer.Argument(metavar="CELLS", help="File of the cells to label.")],
+    path: Annotated[Path | None, typer.Option("--out", help="File for the labelled cells.")] = None,
+    layer: Annotated[str | None, typer.Option(help="Layer with the values, as in training.")] = None,
     library_key: Annotated[str | None, typer.Option(help="Column of obs with library sizes.")] = None,
-    majority_over: Annotated[str | None, typer.Option(help="Column of obs with clusters, to vote in.")] = None,
+    majority_over: Annotated[
+        str | None, typer.Option(help="Column of obs with clusters; cells of a cluster get its most frequent label.")
+    ] = None,
     adapt: Annotated[  # noqa: FBT002
-        bool, typer.Option("--adapt", metavar=FLAG, help="Align these cells with those of training first.")
+        bool, typer.Option("--adapt", metavar=FLAG, help="Align these cells with the training cells first.")
     ] = False,
     no_unknown: Annotated[  # noqa: FBT002
-        bool, typer.Option("--no-unknown", metavar=FLAG, help="Label every cell, however unsure.")
+        bool, typer.Option("--no-unknown", metavar=FLAG, help="Label every cell, also uncertain ones.")
     ] = False,
-    pretrained: Annotated[Path | None, typer.Option(help="Folder of the checkpoint under a tuned scGPT.")] = None,
-    key_added: Annotated[str, typer.Option(help="Column of obs with the labels.")] = "predicted",
+    pretrained: Annotated[
+        Path | None, typer.Option(help="Folder of the checkpoint that a tuned scGPT started from.")
+    ] = None,
+    key_added: Annotated[str, typer.Option(help="Column of obs for the labels.")] = "predicted",
     as_json: Annotated[  # noqa: FBT002
         bool, typer.Option("--json", metavar=FLAG, help="Print one JSON object instead of text.")
     ] = False,
 ) -> None:
-    """Label cells with a trained model: adds a column of labels and one of confidence. Nothing is sent."""
+    """Label cells with a trained model, with a confidence for each. Nothing is sent."""
     from cloister.cells.files import read_cells, write_cells
     from cloister.workflows.saved_models import load_model
     from cloister.workflows.saved_models.cell_classifier import CellClassifier
@@ -69,16 +73,18 @@ def predict(
 
 
 def embed(
-    model: Annotated[Path, typer.Argument(help="A model.npz of fine-tune, or the folder of a checkpoint.")],
-    data: Annotated[Path, typer.Argument(metavar="CELLS", help="The cells to embed.")],
-    path: Annotated[Path, typer.Option("--out", help="Where to write the cells with their embedding.")],
-    layer: Annotated[str | None, typer.Option(help="Layer that holds the values; X by default.")] = None,
+    model: Annotated[Path, typer.Argument(help="File model.npz from fine-tune, or folder of a checkpoint.")],
+    data: Annotated[Path, typer.Argument(metavar="CELLS", help="File of the cells to embed.")],
+    path: Annotated[Path, typer.Option("--out", help="File for the cells with their embedding.")],
+    layer: Annotated[str | None, typer.Option(help="Layer with the values; X by default.")] = None,
     gene_key: Annotated[str | None, typer.Option(help="Column of var with gene symbols.")] = None,
-    binned: Annotated[bool, typer.Option("--binned", metavar=FLAG, help="The values are bins already.")] = False,  # noqa: FBT002
-    pretrained: Annotated[Path | None, typer.Option(help="Folder of the checkpoint under a tuned scGPT.")] = None,
-    key_added: Annotated[str, typer.Option(help="Name in obsm.")] = "X_embedded",
+    binned: Annotated[bool, typer.Option("--binned", metavar=FLAG, help="Treat the values as bins.")] = False,  # noqa: FBT002
+    pretrained: Annotated[
+        Path | None, typer.Option(help="Folder of the checkpoint that a tuned scGPT started from.")
+    ] = None,
+    key_added: Annotated[str, typer.Option(help="Key of obsm for the result.")] = "X_embedded",
 ) -> None:
-    """Embed cells with a model: adds an embedding, and what made it. Nothing is sent."""
+    """Embed cells with a pretrained or trained model. Nothing is sent."""
     from cloister.cells.files import read_cells, write_cells
     from cloister.workflows.embed import embed as embed_cells
 

@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 
 
 def receipt(
-    path: Annotated[Path, typer.Argument(help="A receipt.json, or an .h5ad that carries one.")],
-    other: Annotated[Path | None, typer.Argument(help="With --compare: the receipt.json of another party.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", metavar=FLAG, help="Were both told the same?")] = False,  # noqa: FBT002
+    path: Annotated[Path, typer.Argument(help="File receipt.json, or an .h5ad with a receipt.")],
+    other: Annotated[Path | None, typer.Argument(help="With --compare: receipt.json of another party.")] = None,
+    compare: Annotated[  # noqa: FBT002
+        bool, typer.Option("--compare", metavar=FLAG, help="Compare the broadcasts that two parties received.")
+    ] = False,
     verify: Annotated[  # noqa: FBT002
         bool, typer.Option("--verify", metavar=FLAG, help="Fail unless the receipt is complete, unaltered and signed.")
     ] = False,
-    study: Annotated[Path | None, typer.Option(help="The signing key must be the one in this study.")] = None,
+    study: Annotated[Path | None, typer.Option(help="Study whose key must have signed the receipt.")] = None,
     crate: Annotated[
-        Path | None, typer.Option("--ro-crate", help="Export the run as a Five Safes RO-Crate to this new folder.")
+        Path | None, typer.Option("--ro-crate", help="New folder for a Five Safes RO-Crate of the run.")
     ] = None,
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
-    """Verify a receipt, then print what was computed, with whom, what left this party and who learned what."""
+    """Verify a receipt and print what left this party, and who learned what."""
     from cloister.cells.files import open_cells
     from cloister.mpc.net.receipts import Receipt
 
@@ -92,7 +94,7 @@ def _compare_receipts(path: Path, other: Path | None, *, compare: bool, study: P
     alike = receipts.compare(*both)
     unread = f", {alike.unread} of them never read" if alike.unread else ""
     out.print(
-        f"{alike.told} broadcasts were told alike; {alike.exchanged} messages between the two agree{unread}",
+        f"{alike.told} broadcasts are identical; {alike.exchanged} messages between the two agree{unread}",
         style="green",
         markup=False,
     )

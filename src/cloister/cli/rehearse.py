@@ -36,13 +36,13 @@ MOST_SHOWN = 12  # groups of a column that a table lists; --json has more
 
 def check(
     context: typer.Context,
-    files: Annotated[list[Path], typer.Argument(help="Files of one or more sites.")],
-    workflow: Annotated[str | None, typer.Option("--for", help="Workflow, or study.toml, to check for.")] = None,
+    files: Annotated[list[Path], typer.Argument(help="Files of cells, of one site or several.")],
+    workflow: Annotated[str | None, typer.Option("--for", help="Workflow or study.toml to check for.")] = None,
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
-    """Say whether a file is ready for a workflow, and whether several fit together. Nothing is sent.
+    """Check whether files are ready for a workflow and fit together. Nothing is sent.
 
-    Reports everything at once: all problems of all files, columns and groups, what the workflow needs, and labels by
+    Reports all problems of all files at once, columns and groups, what the workflow needs, and labels by
     site. For a study.toml, say whose file each is: basel=cells.h5ad, unless it is called basel.h5ad. Without --for,
     --label-key names the column of labels to compare.
     """
@@ -205,7 +205,7 @@ def _check_for(workflow: str | None, args: list[str], context: typer.Context) ->
     def site_of(word: str) -> Party:
         site = Party(_split_site(word)[0] or Path(word.partition("?")[0]).stem)
         if site not in study.sites:
-            raise UsageError(f"'{site}' is no site of {workflow}; say whose file it is: {study.sites[0]}={word}")
+            raise UsageError(f"'{site}' is not a site of {workflow}; say whose file it is: {study.sites[0]}={word}")
         return site
 
     def ready(word: str, adata: Any) -> list[str]:
@@ -280,15 +280,25 @@ def _needs_of_all(adata: Any) -> dict[str, str]:
 def rehearse(
     context: typer.Context,
     workflow: WorkflowName,
-    study: Annotated[Path | None, typer.Argument(help="study.toml with options and mode; optional.")] = None,
+    study: Annotated[Path | None, typer.Argument(help="Study file with options and mode.")] = None,
     data: DataFiles = None,
     mode: ModeName = None,
-    seed: Annotated[int | None, typer.Option(help="Of the statistical part.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of statistical randomness; keys and masks never depend on it.")
+    ] = None,
     folder: OutFolder = None,
-    processes: Annotated[bool, typer.Option("--processes", metavar=FLAG, help="One process per party.")] = False,  # noqa: FBT002
-    timeout: Annotated[float | None, typer.Option(help="Seconds of silence before a party is given up.")] = None,
-    colluders: Annotated[int | None, typer.Option(help="Sites that may help a lying coordinator.")] = None,
-    replace: Annotated[bool, typer.Option("--replace", metavar=FLAG, help="Replace an earlier run in --out.")] = False,  # noqa: FBT002
+    processes: Annotated[  # noqa: FBT002
+        bool, typer.Option("--processes", metavar=FLAG, help="Run every party in a process of its own.")
+    ] = False,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds without a message after which a party counts as dropped out.")
+    ] = None,
+    colluders: Annotated[
+        int | None, typer.Option(help="Number of sites that may collude with a malicious coordinator.")
+    ] = None,
+    replace: Annotated[  # noqa: FBT002
+        bool, typer.Option("--replace", metavar=FLAG, help="Overwrite an earlier run in --out.")
+    ] = False,
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:

@@ -97,7 +97,7 @@ class Kit:
         path = Path(path).absolute()
         if not (path / "startup").is_dir():
             raise ParameterError(
-                f"{path} is no start-up kit (it has no folder 'startup'); cloister provision makes them"
+                f"{path} is not a start-up kit (it has no folder 'startup'); cloister provision makes them"
             )
         check_private(path)
         study, identity = Study.load(path / "study.toml"), Identity.load(path / "identity.key")
@@ -433,31 +433,31 @@ data = "cells.h5ad"
     limits = "\n".join(f"{name} = {WORKFLOW_RUNS}" for name in dict.fromkeys(part.workflow for part in study.parts))
     approval = f"""\
 
-# What may run here. Empty lists: nothing. This kit's study asks for
+# What may run here. Empty lists: nothing. This kit's study needs
 {asked}
 # What these reveal: cloister explain {explain}
-# `cloister site KIT --approve` adds all three lines for the study.toml in this kit, and keeps in approvals.json who
-# did it, when, and a fingerprint of the cells; on other cells nothing runs until it is done again.
+# `cloister site KIT --approve` adds all three lines for the study.toml in this kit, and stores name, time and a
+# fingerprint of the cells in approvals.json. On other cells nothing runs until they are approved.
 [approve]
 workflows = []
 modes = []
 studies = []
-# What needs your word besides. "open-model": train-cellcnn may decrypt the trained model for all parties;
-# "validation": and one number, the error on held-out donors, while it trains; "outside-query": predict-cellcnn may
-# answer a party that took no part in the training; "whole-model": it may answer so many donors of one party that they
+# What needs your consent besides. "open-model": train-cellcnn may decrypt the trained model for all parties;
+# "validation": and one number, the error on held-out donors, during training; "outside-query": predict-cellcnn may
+# answer a party that took no part in the training; "whole-model": it may answer enough donors of one party to
 # determine the model; "iterative-fit": train-classifier may run solver="logistic" without noise, with which one
 # malicious site can recover cells; "exact-updates": fine-tune and adapt-model may open sums without noise, with the
 # same risk.
 consent = []
 
-# How many runs may be begun here, of one study file and of a workflow under any study. Every answer tells a little;
-# `local/runs.json` keeps the count.
+# Number of runs that may begin here, of one study file and of a workflow under any study. Every answer reveals a
+# little; `local/runs.json` stores the count.
 [limits]
 study = {STUDY_RUNS}
 {limits}
 
-# What may be asked of the same cells over all studies: runs, workflows computed, and ε of all runs with noise together.
-# `file` keeps the count; kits of several studies on the same cells share it by a full path.
+# Limits for the same cells over all studies: runs, workflows computed, and ε of all runs with noise together.
+# `file` stores the counts; kits of several studies on the same cells share it by a full path.
 [budget]
 file = "budget.json"
 runs = {USUAL["runs"]}

@@ -335,7 +335,7 @@ class SealedLink:
         hub = self._study.coordinator
         if party != hub and self._me != hub and not self._closing and self._relay_gone():
             failure = Failure(
-                "channel", "-", "lost", f"'{hub}' is gone: its connection ended", origin=hub, began="lost"
+                "channel", "-", "lost", f"'{hub}' dropped out: its connection ended", origin=hub, began="lost"
             )
             self._mailbox.fail(party, failure)
         else:
@@ -373,6 +373,6 @@ def _pieces(batch: bytes) -> Iterator[tuple[int, bytes]]:
         size = int.from_bytes(batch[at + 1 : at + HEADER], "big")
         end = at + HEADER + size
         if end > len(batch) or batch[at] > LAST:
-            raise WireError("a batch that is no list of pieces")
+            raise WireError("a batch that is not a list of pieces")
         yield batch[at], batch[at + HEADER : end]
         at = end

@@ -34,7 +34,7 @@ ROOM = 1 << 26  # bytes that may wait for the other end
 
 
 class BrokenPipe(Exception):
-    """The other end is gone, or says what is no packet."""
+    """The other end is gone, or says what is not a packet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +61,22 @@ class Pipe:
         """The next packet; `BrokenPipe` at the end, or at what is none."""
         length, kind, ticket, run, size = HEAD.unpack(self._exactly(HEAD.size))
         if kind not in KINDS or not size <= length <= size + MOST:
-            raise BrokenPipe("what came is no packet")
+            raise BrokenPipe("what came is not a packet")
         rest = self._exactly(length)
         try:
             return Packet(kind, rest[:size].decode("ascii"), ticket, run, rest[size:])
         except UnicodeDecodeError:
-            raise BrokenPipe("what came is no packet") from None
+            raise BrokenPipe("what came is not a packet") from None
 
     def _exactly(self, n: int) -> bytes:
         try:
             got = self._sock.recv(n, socket.MSG_WAITALL) if n else b""
             while len(got) < n:  # a signal came between
                 if not (more := self._sock.recv(n - len(got), socket.MSG_WAITALL)):
-                    raise BrokenPipe("the other end is gone")
+                    raise BrokenPipe("the other end closed the pipe")
                 got += more
         except (OSError, ValueError):
-            raise BrokenPipe("the other end is gone") from None
+            raise BrokenPipe("the other end closed the pipe") from None
         return got
 
     def post(self, packet: Packet) -> bool:

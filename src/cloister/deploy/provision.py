@@ -90,7 +90,7 @@ def adopt(folder: str | Path, study: Study, me: Party) -> None:
     """Turn a FLARE start-up kit into a Cloister kit: certificates, study, own settings, tight permissions."""
     folder = Path(folder)
     if not (folder / "startup" / "rootCA.pem").exists():
-        raise ParameterError(f"{folder} is no FLARE start-up kit: there is no startup/rootCA.pem")
+        raise ParameterError(f"{folder} is not a FLARE start-up kit: there is no startup/rootCA.pem")
     if me not in study.parties:
         raise ParameterError(f"'{me}' is not among the parties of the study")
     for part, kept in {"startup": STARTUP, "local": LOCAL}.items():  # FLARE's scripts and settings are of no use here

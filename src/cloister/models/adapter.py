@@ -155,4 +155,4 @@ class Adapted:
         except DataError:
             raise
         except Exception as e:  # every way in which a file can be wrong
-            raise DataError(f"{path} is no adapter of Cloister ({type(e).__name__})") from None
+            raise DataError(f"{path} is not an adapter of Cloister ({type(e).__name__})") from None

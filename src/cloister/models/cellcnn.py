@@ -335,7 +335,7 @@ class Model:
             made = cls(config, *names, float(raw["cofactor"]), mean, scale, weights)
             return dataclasses.replace(made, stopped=int(raw.get("stopped", 0)))
         except (ValueError, KeyError, TypeError):
-            raise ParameterError("this is no CellCnn model of Cloister; name the model.json of a training") from None
+            raise ParameterError("this is not a CellCnn model of Cloister; name the model.json of a training") from None
 
 
 def standardise(cells: F64, cofactor: float, mean: F64, scale: F64) -> F64:

@@ -168,11 +168,13 @@ def first_weights(path: str | Path) -> dict[str, Any]:
     except DataError:
         raise
     except Exception as e:  # every way in which a file can be wrong
-        raise DataError(f"{path} is no file of tensors alone ({type(e).__name__}); pass .npz, .pt or a model") from None
+        raise DataError(
+            f"{path} is not a file of tensors alone ({type(e).__name__}); pass .npz, .pt or a model"
+        ) from None
     named = {k.removeprefix("w:").removeprefix("model."): np.asarray(v, np.float32) for k, v in arrays.items()}
     named = {("head" + k[2:] if k.startswith("fc.") else k): v for k, v in named.items()}
     if not named or any(not np.all(np.isfinite(v)) for v in named.values()):
-        raise DataError(f"{path} holds no weights, or some that are no numbers")
+        raise DataError(f"{path} holds no weights, or some that are not numbers")
     return named
 
 
@@ -298,7 +300,7 @@ class Network:
         except DataError:
             raise
         except Exception as e:  # every way in which a file can be wrong
-            raise DataError(f"{path} is no model file of Cloister ({type(e).__name__})") from None
+            raise DataError(f"{path} is not a model file of Cloister ({type(e).__name__})") from None
         module = make(blueprint, labels, pretrained)
         own = dict(module.named_parameters()) | dict(module.named_buffers())
         with torch.no_grad():

@@ -75,7 +75,7 @@ def check_sizes(n: int, bits: int, n_neighbors: int, alpha: float, power: float 
         raise ParameterError(f"'n_neighbors' must be at least 1, found {n_neighbors}")
     if n_neighbors >= n:
         raise ParameterError(
-            f"{n_neighbors} neighbours were asked for, but there are only {n} points in all; lower n_neighbors="
+            f"{n_neighbors} neighbours were requested, but there are only {n} points in all; lower n_neighbors="
         )
 
 
@@ -154,7 +154,7 @@ def check_keys(keys: I64, n: int, bits: int) -> None:
     own = np.arange(len(keys))[:, None]
     inside = (keys >= 0) & (index < n) & (distance <= bits)
     if len(keys) != n or not inside.all() or (index == own).any() or (np.diff(np.sort(index, axis=1)) == 0).any():
-        raise DataError("the neighbours that came out of the computation are no graph; start a new run")
+        raise DataError("the neighbours that came out of the computation are not a graph; start a new run")
 
 
 def adjacency(keys: I64, bits: int, power: float = 1.0) -> Any:

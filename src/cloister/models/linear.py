@@ -142,7 +142,7 @@ class LinearModel:
         except DataError:
             raise
         except Exception as e:  # every way in which a file can be wrong
-            raise DataError(f"{where} is no classifier of Cloister ({type(e).__name__})") from None
+            raise DataError(f"{where} is not a classifier of Cloister ({type(e).__name__})") from None
         if model.digest != digest:
             raise DataError(f"{where} was changed after it was written: its digest does not fit")
         return model

@@ -297,7 +297,7 @@ def trusted_length(theta: F64, d: F64, radius: float) -> float:
 
 def check_point(theta: F64) -> None:
     if not np.all(np.abs(theta) <= LARGEST):  # NaN is not below anything
-        raise ParameterError("the fit diverged: a coefficient is no number, or too large; use a larger penalty")
+        raise ParameterError("the fit diverged: a coefficient is not a number, or too large; use a larger penalty")
 
 
 def minimise_here(

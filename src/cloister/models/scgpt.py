@@ -210,7 +210,7 @@ class ScGPT:
             state = torch.load(folder / FILES[2], map_location="cpu", weights_only=True)
         except Exception as e:  # torch raises a different kind for every way in which a file can be wrong
             raise DataError(
-                f"{folder / FILES[2]} is no file of tensors ({type(e).__name__}); download it again. Files that need "
+                f"{folder / FILES[2]} is not a tensor file ({type(e).__name__}); download it again. Files that need "
                 "more than tensors are not opened, since they could run code."
             ) from None
         if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
@@ -253,9 +253,9 @@ def read_config(args: Mapping[str, Any]) -> Config:
     """Read `args.json`; what would change the encoder beyond its shape is refused."""
     style = args.get("input_emb_style", "continuous")
     if style != "continuous":
-        raise DataError(f"args.json asks for input_emb_style '{style}'; only 'continuous' values are supported")
+        raise DataError(f"args.json requires input_emb_style '{style}'; only 'continuous' values are supported")
     if args.get("pre_norm"):
-        raise DataError("args.json asks for pre_norm; only post-norm encoders are supported")
+        raise DataError("args.json requires pre_norm; only post-norm encoders are supported")
     if args.get("pad_token", "<pad>") != "<pad>":
         raise DataError(f"args.json calls the padding {args['pad_token']!r}; expected '<pad>'")
     values = {}
@@ -384,5 +384,5 @@ def encode(model: ScGPT, tokens: Sequence[tuple[Any, Any]], *, batch_size: int =
         x = F.normalize(encoder(genes.to(where), values.to(where)).float(), dim=1)
         out[batch] = x.cpu().numpy()
     if not math.isfinite(float(out.sum())):
-        raise DataError("the encoder gave values that are no numbers; is the checkpoint damaged?")
+        raise DataError("the encoder gave values that are not numbers; is the checkpoint damaged?")
     return out

@@ -66,7 +66,7 @@ class Decisions:
         """The kit, if its study is the one that was read, and who decides."""
         kit = Kit.open(self._service.kit.path)
         if kit.role == "coordinator":
-            raise UsageError(f"{kit.me} is the coordinator; it asks, and the others decide")
+            raise UsageError(f"{kit.me} is the coordinator; the other parties decide on its studies")
         if fields.get("study") != kit.study.digest.hex():
             raise UsageError("the study in this kit has changed since it was read; read it again, and decide then")
         return kit, check_name(fields.get("by", ""))

@@ -232,10 +232,10 @@ class Answer(BaseHTTPRequestHandler):
         origin = self.headers.get("Origin", f"http://{self.headers['Host']}")
         site = self.headers.get("Sec-Fetch-Site", "same-origin")
         if origin != f"http://{self.headers['Host']}" or site not in ("same-origin", "none"):
-            raise Problem(HTTPStatus.FORBIDDEN, "Another page asked for this; nothing was changed.")
+            raise Problem(HTTPStatus.FORBIDDEN, "This request came from another page; nothing was changed.")
         kind, length = self.headers.get_content_type(), self.headers.get("Content-Length", "")
         if kind != "application/x-www-form-urlencoded" or not re.fullmatch(r"\d{1,6}", length) or int(length) > MOST:
-            raise Problem(HTTPStatus.BAD_REQUEST, "This is no form of this page; nothing was changed.")
+            raise Problem(HTTPStatus.BAD_REQUEST, "This is not a form of this page; nothing was changed.")
         try:
             text = self.rfile.read(int(length)).decode()
             fields = {k: v[0] for k, v in parse_qs(text, max_num_fields=10, errors="strict").items()}

@@ -20,7 +20,7 @@ from cloister.session import SIGNED
 from cloister.study import Study
 
 BADGES: dict[Stage, tuple[str, str]] = {
-    "asks": ("this party asks, and the others approve", "good"),
+    "asks": ("the other parties approve the studies of this one", "good"),
     "waits": ("waits for your approval", "warn"),
     "approved": ("approved", "good"),
     "refused": ("refused", "bad"),
@@ -29,7 +29,7 @@ BADGES: dict[Stage, tuple[str, str]] = {
 }
 DONE = {
     "approved": "The study is approved.",
-    "refused": "The study is refused, and the refusal is kept.",
+    "refused": "The study is declined, and the decision is stored.",
     "halted": "Halted: every run here was stopped.",
 }
 
@@ -72,7 +72,7 @@ def home(state: State, form: str, who: str, *, done: str = "", error: str = "") 
         )
         if text
     ]
-    stale = tag("p", "Something has changed since. ", tag("a", "Show the page anew", href="/"), id="stale", hidden=True)
+    stale = tag("p", "The state has changed since. ", tag("a", "Reload the page", href="/"), id="stale", hidden=True)
     main = tag(
         "main",
         *boxes,
@@ -96,9 +96,7 @@ def _connected(state: State) -> str:
 
 
 def _now_box(state: State) -> Html:
-    hint = tag(
-        "noscript", tag("p", "Without JavaScript this part does not renew itself; reload the page.", class_="quiet")
-    )
+    hint = tag("noscript", tag("p", "Without JavaScript this part does not update; reload the page.", class_="quiet"))
     return join((tag("div", now(state.running), id="now", data_state=state.mark), hint))
 
 
@@ -199,7 +197,11 @@ def _decide(state: State, form: str, who: str) -> Html:
             " ",
             None if state.stage == "refused" else refuse,
         ),
-        tag("p", "The cells are read for their fingerprint, which takes a while if they are many.", class_="quiet"),
+        tag(
+            "p",
+            "The cells are read to compute their fingerprint, which takes some time for large files.",
+            class_="quiet",
+        ),
         method="post",
         action="/approve",
     )
@@ -210,12 +212,12 @@ def _decide(state: State, form: str, who: str) -> Html:
 
 def _left(state: State) -> Html:
     if not state.left:
-        return tag("p", "Nothing is known about it.")
+        return tag("p", "No information.")
     rows = [
         [row.what, _rest(row.left), f"{row.spent:g}", "no limit" if row.most is None else f"{row.most:g}"]
         for row in state.left
     ]
-    return table("What may still be asked here", ["what", "left", "spent", "allowed"], rows, hide=True)
+    return table("Remaining limits and budget", ["what", "left", "spent", "allowed"], rows, hide=True)
 
 
 def _rest(left: float | None) -> Html | str:
@@ -278,7 +280,7 @@ def _receipt(run: Past, i: int, key: bytes) -> Html:
         brief = json.loads(receipt.brief())
     except CloisterError as e:
         return tag("article", title, tag("div", tag("p", str(e)), class_="box bad"), link)
-    genuine = tag("p", "The chain is whole, and signed with this kit's key.", class_="box good")
+    genuine = tag("p", "The hash chain is complete and signed with this kit's key.", class_="box good")
     sent = [
         [row["name"], row["to"], row["count"], size(row["bytes"])] for row in brief["summary"] if row["kind"] == "sent"
     ]

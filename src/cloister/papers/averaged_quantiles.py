@@ -84,7 +84,7 @@ async def site(ch: Channel, params: Params, values: F64, n_cells: int) -> F64:
     await ch.send(S, Local(edges, n_cells))  # L1
     averaged = (await ch.recv(S, Averaged, edges=(params.n_quantiles,))).edges  # L2
     if not np.all(np.isfinite(averaged)) or np.any(np.diff(averaged) < 0):
-        raise ProtocolAbort(NAME, "L2", "edges", "edges that are no rising numbers")
+        raise ProtocolAbort(NAME, "L2", "edges", "edges that are not rising numbers")
     return averaged
 
 
@@ -92,7 +92,7 @@ async def coordinator(ch: Channel, params: Params) -> F64:
     local = await ch.gather(params.sites, Local, edges=(params.n_quantiles,))  # L1
     total = sum(m.n_cells for m in local.values())
     if total <= 0 or any(m.n_cells < 1 or not np.all(np.isfinite(m.edges)) for m in local.values()):
-        raise ProtocolAbort(NAME, "L1", "malformed", "a site without cells, or edges that are no numbers")
+        raise ProtocolAbort(NAME, "L1", "malformed", "a site without cells, or edges that are not numbers")
     edges = np.sum([m.n_cells * m.edges for m in local.values()], axis=0) / total
     await ch.scatter(params.sites, Averaged(edges))  # L2
     return np.asarray(edges)

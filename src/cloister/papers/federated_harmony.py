@@ -1,12 +1,12 @@
 """Federated Harmony as it was published: the centre adds up what every site tells it in the clear.
 
     L1   u ⇒ S   space, columns                 common space, as in `pooled_harmony`
-    L2   u → S   its part of a sum              the sums L2 to L11 of `pooled_harmony`, with no threshold
+    L2   u → S   its part of a sum              the sums L2 to L11 of `pooled_harmony`, over single cells
     L3   S ⇒ u   the sum
 
-What a site tells is what the published code hands to its centre: R_ik z_i summed over its cells, masses of clusters
-without and with a block of cells, and of the ridge regression n_b and s_b, here in the form λs / (n + λ), λn / (n + λ).
-Its centroids come from a federated k-means that is not part of it; ours are those of `pooled_harmony`.
+What a site tells is what the published code hands to its centre: R_ik z_i summed over its cells, masses of clusters,
+and of the ridge regression n_b and s_b, here in the form λs / (n + λ), λn / (n + λ). Its centroids come from a
+federated k-means that is not part of it; ours are those of `pooled_harmony`. Every cell is a group of its own.
 
 Reveals
 -------
@@ -72,17 +72,13 @@ class Total:  # S ⇒ u
     sum: F64  # (m,)
 
 
-def open_to_all(params: Params) -> Params:
-    """No cluster is closed for its few cells."""
-    return replace(params, settings=replace(params.settings, least=0, least_donors=0))
-
-
 def unprotected(mine: Cells) -> Cells:
+    """Every cell is a group of its own."""
     return replace(mine, thresholds=EVERYTHING)
 
 
 def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Integrated]:
-    return together(open_to_all(params), {u: unprotected(mine) for u, mine in xs.items()})
+    return together(params, {u: unprotected(mine) for u, mine in xs.items()})
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -102,7 +98,7 @@ def cost(params: Params, cells: int, columns: int, digest: int = 0) -> dict[Part
 
 def check_numbers(line: str, x: F64) -> F64:
     if not np.all(np.isfinite(x)):
-        raise ProtocolAbort(NAME, line, "absurd", "a sum that is no number")
+        raise ProtocolAbort(NAME, line, "absurd", "a sum that is not a number")
     return x
 
 
@@ -111,10 +107,10 @@ def check_numbers(line: str, x: F64) -> F64:
 
 async def site(ch: Channel, params: Params, mine: Cells, *, identity: Identity) -> Integrated:
     check_site(params, mine)
-    params, mine, S, d = open_to_all(params), unprotected(mine), params.coordinator, mine.x.shape[1]
+    mine, S, d = unprotected(mine), params.coordinator, mine.x.shape[1]
     space = common_space.Params(params.sites, S, params.embedding)
     await common_space.site(ch.sub("space"), space, f"{mine.space}/{d}")  # L1
-    steps = integrate(part_of(params, ch.me, mine, d), len(params.sites), NAME)
+    steps = integrate(part_of(params, mine, d), len(params.sites), NAME)
     ask = next(steps)
     while True:
         await ch.send(S, Mine(ask.mine))  # L2
@@ -129,10 +125,9 @@ async def site(ch: Channel, params: Params, mine: Cells, *, identity: Identity) 
 
 async def coordinator(ch: Channel, params: Params) -> Integrated:
     """Be S: sees every site's part of every sum."""
-    params = open_to_all(params)
     space = common_space.Params(params.sites, params.coordinator, params.embedding)
     columns = pooled_harmony.columns_in(await common_space.coordinator(ch.sub("space"), space))  # L1
-    steps = integrate(part_of(params, ch.me, None, columns), len(params.sites), NAME)
+    steps = integrate(part_of(params, None, columns), len(params.sites), NAME)
     ask = next(steps)
     while True:
         parts = await ch.gather(params.sites, Mine, part=ask.mine.shape)  # L2

@@ -162,7 +162,7 @@ def shuffle(n: int, entropy: Entropy) -> Any:
 
 def check_order(order: Any, n: int, line: str) -> None:
     if sorted(order.tolist()) != list(range(n)):
-        raise ProtocolAbort(NAME, line, "malformed", "an order that is no permutation of the samples")
+        raise ProtocolAbort(NAME, line, "malformed", "an order that is not a permutation of the samples")
 
 
 async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -> F64:

@@ -243,7 +243,7 @@ def followed(params: Params, start: Start, first: Initial, store: KeyStore | Non
         gC, gW = unpack(params, first.gC, low, "L1", S), unpack(params, first.gW, low, "L1", S)
         own = own.after(c, gC, gW)
     if own is None or own.step != start.step:
-        raise ProtocolAbort(NAME, "L0", "checkpoint", "asked to go on from a step that this site has not come to")
+        raise ProtocolAbort(NAME, "L0", "checkpoint", "requested to resume from a step that this site has not reached")
     return own
 
 
@@ -267,7 +267,9 @@ async def holder(
     if start.resumed and store is not None:
         keys = load_keys(params, store, site=True)
     elif start.resumed or start.step != 0:
-        raise ProtocolAbort(NAME, "L0", "checkpoint", "asked to go on from a checkpoint that this site does not have")
+        raise ProtocolAbort(
+            NAME, "L0", "checkpoint", "requested to resume from a checkpoint that this site does not have"
+        )
     else:
         keys = await make_keys(ch, params, entropy, ckks.Secret.draw(P, entropy), store)
     secret, low, ops = keys.share, P.primes_at(START), CipherOps(P, keys.relin, keys.rotation)

@@ -131,7 +131,9 @@ def check_keys(
 ) -> None:
     """L2: known, all signed by their owners, all different, mine unchanged, somebody besides me; fewer each time."""
     if before is not None and not set(keys) < set(before):
-        raise ProtocolAbort(NAME, "L2", "restart", "begun again with others than those left, or though nobody is gone")
+        raise ProtocolAbort(
+            NAME, "L2", "restart", "restarted with parties other than the remaining ones, or without a dropout"
+        )
     if not set(keys) <= set(params.sites) or len(keys) < 2 or ch.me not in keys or keys[ch.me].pk != mine:
         raise ProtocolAbort(NAME, "L2", "roster", f"{len(keys)} sites on the list, which must be two or more, and me")
     if len({k.pk for k in keys.values()}) != len(keys):

@@ -131,9 +131,9 @@ def rehearse(
         Site name → its cells: an `AnnData`, the path of a file, or a pandas table of numbers with a row per cell (or
         patient). No party ever sees another's.
     mode
-        `"hardened"`, `"published"`, or `"plain"` where there is one.
+        `"hardened"`, or another mode that the workflow has.
     colluders
-        Sites that may help a lying coordinator: so many more must be left at the end of every sum.
+        Number of sites that may collude with a malicious coordinator; sums then need more remaining sites.
     processes
         One process per party instead of one thread.
     inplace
@@ -181,7 +181,7 @@ def check_sites(study: Study, data: Mapping[str, Any]) -> None:
         if site not in data:
             raise ParameterError(f"no cells for '{site}', which is a site of the study '{study.name}'")
         if site not in study.sites:
-            raise ParameterError(f"'{site}' is no site of the study '{study.name}'; it has {', '.join(study.sites)}")
+            raise ParameterError(f"'{site}' is not a site of the study '{study.name}'; it has {', '.join(study.sites)}")
 
 
 def rehearse_steps(
@@ -250,7 +250,7 @@ def rehearse_study(
             given[site] = _study_cells(study, site, cells_or_file, inplace=inplace)
             workflow.check_at(Party(site), given[site], options)
     if processes and on_frame is not None:
-        raise ParameterError("on_frame hears only parties of this process; rehearse with processes=False")
+        raise ParameterError("on_frame receives only messages of this process; rehearse with processes=False")
     files = {Party(p): x for p, x in data.items() if isinstance(x, str | Path)}
     if processes:
         given = {p: a for p, a in given.items() if p not in files}  # a party's process reads its file itself

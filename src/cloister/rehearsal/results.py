@@ -234,7 +234,7 @@ def load_run(folder: str | Path) -> Run:
         run = Run(parse_study(raw["study"], "the study in run.json"), version=str(raw["version"]))
         for party, entry in raw["parties"].items():
             if party not in run.study.parties:
-                raise DataError(f"{folder / 'run.json'} tells of '{party}', who is not in its study")
+                raise DataError(f"{folder / 'run.json'} describes '{party}', who is not in its study")
             if "receipt" in entry:
                 run.receipts[party] = _receipt(folder, party)
             if "cost" in entry:
@@ -284,7 +284,7 @@ def _read_figures(folder: Path) -> Drawing:
     for row in raw["figures"]:
         name = str(row["file"])
         if not (PLAIN_NAME.fullmatch(name) and name.startswith("figure-") and name.endswith(".png")):
-            raise DataError(f"{path} names {name!r}, which is no figure-*.png")
+            raise DataError(f"{path} names {name!r}, which is not a figure-*.png")
         png = (folder / name).read_bytes() if (folder / name).is_file() else b""
         if png.startswith(PNG):
             figures.append(Figure(str(row["title"]), str(row["alt"]), png))

@@ -248,7 +248,7 @@ class Run:
         except Exception as e:
             return Drawing(note=f"The figures are missing: drawing them failed ({type(e).__name__}).")
         if not all(f.png.startswith(PNG) for f in figures):
-            return Drawing(note="The figures are missing: what was drawn is no PNG image.")
+            return Drawing(note="The figures are missing: what was drawn is not a PNG image.")
         return Drawing(figures)
 
 

@@ -18,11 +18,11 @@ def short(run: Run) -> Html | None:
     sites = [p for p in run.study.sites if p in run.receipts]
     here = sites or run.parties  # whose receipts this page has: of a run between machines, one
     sent = sum(r["bytes"] for p in here for r in run.rows(p) if r["kind"] == "sent")
-    who = "All sites together" if sites == list(run.study.sites) else names(here) or "Nobody whose receipt is here"
+    who = "All sites together" if sites == list(run.study.sites) else names(here) or "No party with a receipt here"
     whole = f"{who} sent {size(sent)}. In full: what each party learned, below."
     return tag(
         "div",
-        tag("h3", "In short" if run.abort is None else "In short: what a whole run tells"),
+        tag("h3", "In short" if run.abort is None else "In short: what a whole run reveals"),
         rows,
         tag("p", whole, class_="quiet"),
         class_="box short",
@@ -44,9 +44,9 @@ def learned(run: Run) -> Html:
         ran |= {p: text for p, text in run.receipts[party].reveals.items() if p not in ran}
     parts: list[Html] = []
     if run.abort is not None:
-        parts.append(tag("p", "The run was aborted, so they learned at most this:"))
+        parts.append(tag("p", "The run was aborted, so the parties learned at most this:"))
     if not ran:
-        parts.append(tag("p", "No receipt is here that names a protocol, so nothing can be said."))
+        parts.append(tag("p", "No receipt here names a protocol, so it is unknown what was learned."))
         return join(parts)
     (main, text), *others = ran.items()
     parts += [tag("p", "The protocol ", tag("code", main), " reveals:"), _reveals(text, run.study)]
@@ -57,7 +57,11 @@ def learned(run: Run) -> Html:
         summary = f"What {names(p for p, t in others if t)} reveal{'s' if one else ''}"
         parts += [tag("p", sentence), tag("details", tag("summary", summary), *inner)]
     parts.append(
-        tag("p", "Everybody, and who carries the messages, also sees their names, sizes and times.", class_="quiet")
+        tag(
+            "p",
+            "All parties, and the network that carries the messages, also see their names, sizes and times.",
+            class_="quiet",
+        )
     )
     return join(parts)
 

@@ -23,28 +23,29 @@ from cloister.report.learned import learned, short
 from cloister.report.parts import Html, count, document, escape, facts, join, names, size, table, tag, value
 from cloister.report.provenance import signed
 from cloister.study import Study
+from cloister.workflows.options import options_in
 
 Rows = Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]  # dicts, or lists of which the first is the header
 
 MODES = {
     "hardened": "hardened: the protocols that Cloister recommends",
-    "semi-honest": "semi-honest: cheaper, and safe only if no party departs from the protocol",
-    "published": "published: as in the paper, with everything that this leaks; for comparison",
+    "semi-honest": "semi-honest: cheaper, and safe only if every party follows the protocol",
+    "published": "published: as in the paper, with its leaks; for comparison",
     "plain": "plain: without protection; for comparison",
 }
 CODES = {
     "timeout": "a party was silent for too long",
     "lost": "the connection to a party was lost",
     "finished": "a party had ended already",
-    "too-few": "too few parties were left to go on",
-    "malformed": "a message was damaged on its way, or was no message at all",
+    "too-few": "too few parties remained",
+    "malformed": "a message was malformed",
     "mismatch": "the parties had not agreed on the same study, version or options",
-    "replay": "a message came twice",
+    "replay": "a message was received twice",
     "gap": "a message is missing",
-    "unexpected": "another message came than was due",
-    "dropped": "the others went on without this party",
-    "bad-signature": "a signature was not right",
-    "nothing-done": "no party came to a result",
+    "unexpected": "an unexpected message was received",
+    "dropped": "the others continued without this party",
+    "bad-signature": "a signature did not verify",
+    "nothing-done": "no party obtained a result",
 }
 
 
@@ -251,7 +252,7 @@ def shown_options(study: Study) -> Html:
     """The options of a workflow as the study sets them, or as they are by default."""
     given = dict(study.parameters)
     try:
-        known = {f.name: f for f in dataclasses.fields(workflows.get(study.workflow).options)}
+        known = {f.name: f for f in options_in(workflows.get(study.workflow).options, study.mode)}
     except CloisterError:
         known = {}
     rows = {name: given.get(name, f.default) for name, f in known.items()} | given
@@ -265,17 +266,17 @@ def shown_options(study: Study) -> Html:
 
 def _how() -> Html:
     words = {
-        "Message": "What one party sends to another. The sender's receipt keeps its size and fingerprint only.",
+        "Message": "Data that one party sends to another. The receipt stores its name, size and hash.",
         "Protocol, protocol line": "The agreed procedure, one file each, and the numbered line of its description that"
         " sends the message. Cryptographers check these lines against the published papers.",
-        "Opened": "A protected value (masked, encrypted or split) was made plain for somebody. The receipt keeps what"
+        "Opened": "A protected value (masked, encrypted or shared) was revealed to a party. The receipt stores what"
         " it was and for whom, never the value.",
-        "Learned": "Everything that a party can find out from a run by the description of its protocol, also if some"
-        " parties put together what they have.",
-        "Collude": "Parties put together, in secret, what each of them has seen.",
-        "Receipt": "Each party's own record of what it sent and opened, signed with its key.",
-        "Hardened, published": "The same analysis by the protocols that Cloister recommends, and as its paper has it."
-        " The second is here to compare with, and leaks more.",
+        "Learned": "Everything that a party can compute from a run, by the description of its protocol, also if some"
+        " parties collude.",
+        "Collude": "Parties secretly combine everything that they received.",
+        "Receipt": "A party's own record of everything that it sent and opened, signed with its key.",
+        "Hardened, published": "The same analysis with the protocols that Cloister recommends, and as in its paper."
+        " The published one leaks more and is for comparison.",
     }
     rows = (join((tag("dt", k), tag("dd", v))) for k, v in words.items())
     return tag("section", tag("h2", "How to read this page", id="how"), tag("dl", *rows, class_="learned"))

@@ -127,9 +127,7 @@ def purposes(run: Run, *, unfold: bool) -> Html | None:
     ]
     if not rows:
         return None
-    return tag(
-        "details", tag("summary", "What these messages are for"), tag("dl", *rows, class_="learned"), open=unfold
-    )
+    return tag("details", tag("summary", "Purpose of these messages"), tag("dl", *rows, class_="learned"), open=unfold)
 
 
 def _purpose(part: str) -> tuple[str, str]:
@@ -150,7 +148,7 @@ def figures(run: Run) -> list[Html]:
     parts = [tag("h3", "Figures")]
     held = [p for p in run.study.sites if p in run.outcomes]
     if drawn.figures and held:
-        note = f"Drawn from what {names(held)} hold on this machine. Look at them before you pass this page on."
+        note = f"Drawn from results of {names(held)} on this machine. Review them before you share this page."
         parts.append(tag("p", note, class_="quiet"))
     if drawn.figures:
         parts.append(pictures(dataclasses.asdict(f) for f in drawn.figures))

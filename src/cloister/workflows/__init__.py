@@ -19,7 +19,7 @@ from cloister.errors import DataError, ParameterError, UsageError
 from cloister.session import Outcome, RemoteSession, Session
 from cloister.study import Study
 from cloister.workflows.modes import LEAVES, STAYS, TOGETHER, Mode, Rows
-from cloister.workflows.options import read_options
+from cloister.workflows.options import check_mode_options, read_options
 from cloister.workflows.site_labels import rules_of
 
 if TYPE_CHECKING:
@@ -163,6 +163,7 @@ def check_plan(study: Study) -> tuple[Workflow, Any]:
         options = workflow.in_mode(options, study.mode)
     if workflow.check_study is not None:
         workflow.check_study(study, options)
+    check_mode_options(workflow.options, study.parameters, study.mode)
     return workflow, options
 
 
@@ -188,7 +189,7 @@ def warnings_of(study: Study) -> list[str]:
     if governance.expired(study.governance):
         notes.append(f"the study ended on {study.governance['expires']}; between machines it is refused")
     if len(study.sites) == 2:
-        notes.append("two sites only: every opened sum tells each site the other's contribution by subtraction")
+        notes.append("two sites only: each site can subtract its own input from any opened sum")
     if study.steps and not study.at:
         return notes + [f"{part.place}: {x}" for part in study.parts for x in warnings_of(part) if x not in notes]
     if study.workflow not in NAMES:

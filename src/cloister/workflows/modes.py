@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-STAYS, TOGETHER = "Stays at its site", "If parties put together what they have"  # rows that every page sets apart
-LEAVES = "Leaves its site"  # cells that go out split, masked or encrypted
+STAYS, TOGETHER = "Stays at its site", "If parties collude"  # rows that every page sets apart
+LEAVES = "Leaves its site"  # as shares, masked or encrypted
 Rows = tuple[tuple[str, str], ...]  # who, what
 
 
@@ -18,8 +18,8 @@ Rows = tuple[tuple[str, str], ...]  # who, what
 class Mode:
     """One way to run a workflow."""
 
-    protocols: tuple[str, ...]  # by file name: the mode's own first, then those that run on the way
-    learns: Rows = ()  # who learns what, in a few plain words
+    protocols: tuple[str, ...]  # the mode's own first, then those that it runs
+    learns: Rows = ()  # who learns what, in short
     only_if: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # protocol → options of which one must be set
     auxiliaries: int = 0  # servers beside the coordinator
 

@@ -15,12 +15,35 @@ from cloister.errors import ParameterError
 WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
-def option(default: Any = dataclasses.MISSING, help: str = "", *, opens: bool = False) -> Any:
+PAPER = ("published",)  # modes of an option that only a paper's own protocol needs
+WEAKER = ("semi-honest", "published")  # of one that hardened mode does not compute
+
+
+def option(
+    default: Any = dataclasses.MISSING, help: str = "", *, opens: bool = False, modes: tuple[str, ...] = ()
+) -> Any:
     """A field of a workflow's options, with the line that `cloister explain` prints about it.
 
     `opens`: it decides what is opened, so that a site's own floor must be met by the number that the study agreed on.
+    `modes`: the modes that have this option; every mode if empty.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "opens": opens})
+    return dataclasses.field(default=default, metadata={"help": help, "opens": opens, "modes": modes})
+
+
+def options_in(kind: type[Any], mode: str) -> tuple[dataclasses.Field[Any], ...]:
+    """The options that a mode has, in their order."""
+    return tuple(f for f in dataclasses.fields(kind) if not f.metadata.get("modes") or mode in f.metadata["modes"])
+
+
+def check_mode_options(kind: type[Any], given: Mapping[str, Any], mode: str) -> None:
+    """Raise `ParameterError` for an option that this mode does not have, unless it has its default value."""
+    here = {f.name for f in options_in(kind, mode)}
+    for f in dataclasses.fields(kind):
+        if f.name in given and f.name not in here and given[f.name] != f.default:
+            modes = " and ".join(f.metadata["modes"])
+            raise ParameterError(
+                f"option '{f.name}' = {given[f.name]!r} exists in mode {modes} only, found mode {mode}; leave it out"
+            )
 
 
 def opening_floor(options: Any, name: str) -> int | None:

@@ -206,7 +206,7 @@ def test_approving_keeps_the_layout_of_the_owners_file(basel, lists):
 
 def test_approving_adds_lines_that_the_owner_deleted(basel):
     text = basel.policy_file.read_text()
-    start, end = text.index("[approve]"), text.index("# How many runs may be begun")
+    start, end = text.index("[approve]"), text.index("# Number of runs that may begin")
     basel.policy_file.write_text(text[:start] + text[end:])
     basel.approve()
     basel.check_approved(basel.policy())

@@ -160,12 +160,12 @@ def test_query_cells_count_by_identity_key_over_all_studies(tmp_path):
     key, other = b"k" * 32, b"o" * 32
     for name in ("lugano", "other-name", "third"):
         mine.charge_queries(key, 6_000, name)
-    with pytest.raises(RefusedError, match="labels 20000 cells for one querier .* used 18000 and asks for 3714 more"):
+    with pytest.raises(RefusedError, match="labels 20000 cells for one querier .* used 18000 and requests 3714 more"):
         mine.charge_queries(key, 3_714, "fourth")
     mine.charge_queries(other, 20_000, "basel")
     with pytest.raises(RefusedError, match="-5 cells; expected 0 or more"):
         mine.charge_queries(key, -5, "lugano")
-    with pytest.raises(RefusedError, match="'third' used 6000 and asks for 15000"):
+    with pytest.raises(RefusedError, match="'third' used 6000 and requests 15000"):
         mine.charge_queries(b"n" * 32, 15_000, "third")  # a new key of a known party
     mine.charge("matrix", STUDY, cost_of(STUDY))  # both live in one file
     assert (mine.queried(key), mine.queried(other)) == (18_000, 20_000)

@@ -1,4 +1,4 @@
-"""A carrier that carries until a run is well under way, and then sends its party what is no packet."""
+"""A carrier that carries until a run is well under way, and then sends its party what is not a packet."""
 
 from cloister.deploy import carrier
 from cloister.deploy.pipe import SERVICE

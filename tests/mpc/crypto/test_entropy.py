@@ -76,7 +76,7 @@ def test_a_source_that_gives_something_else_is_refused(bad):
 def test_numpy_generators_cannot_stand_in():
     rng = np.random.default_rng(0)
     for source in (rng, rng.bytes, np.random.RandomState(0).bytes):
-        with pytest.raises(ParameterError, match="no source of secrets"):
+        with pytest.raises(ParameterError, match="not a source of secrets"):
             Entropy(source)
     spend = (
         key_pair,

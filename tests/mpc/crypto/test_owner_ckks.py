@@ -199,7 +199,7 @@ def test_what_the_owner_opens_does_not_depend_on_the_message(sides, bits):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ParameterError, match="does not fit into"):
         block.opening(P, "long", 1, 2, 2.0**80, 16.0, P.scale)
-    with pytest.raises(ParameterError, match="no residues"):
+    with pytest.raises(ParameterError, match="not residues"):
         block.unpack_words(P, np.full((1, 1, P.count, P.tight), 2**32 - 1, np.uint32))
 
 

@@ -120,7 +120,7 @@ FORGED = {
     "random": ([b"\x99random bytes"], "malformed"),
     "empty": ([b""], "malformed"),
     "a pulse that says nothing": ([control("pulse", 7)], "malformed"),
-    "a pulse that is no number": ([control("pulse", True)], "malformed"),
+    "a pulse that is not a number": ([control("pulse", True)], "malformed"),
     "an abort without place": ([control("abort", ["x"])], "malformed"),
     "an abort with numbers": ([control("abort", ["x", "y", 1])], "malformed"),
 }

@@ -132,7 +132,7 @@ def test_two_receipts_agree_after_an_honest_run():
 def test_two_receipts_name_the_message_that_was_told_differently_and_who_told_it():
     _, run = ids("", lying)
     compare(run.receipts[A], run.receipts[B])
-    with pytest.raises(ReceiptError, match="toy L1: 'a' and 'c' were told different things by 'hub'"):
+    with pytest.raises(ReceiptError, match="toy L1: 'a' and 'c' received different broadcasts from 'hub'"):
         compare(run.receipts[A], run.receipts[C])
     with pytest.raises(ReceiptError, match="toy L1"):
         compare(run.receipts[HUB], run.receipts[C])  # the hub's own receipt says what it means to have told
@@ -180,10 +180,10 @@ def test_the_command_line_compares_two_receipts(tmp_path, monkeypatch, capsys):
         for party in (A, C):
             files[name, party] = run.receipts[party].save(tmp_path / f"{name}-{party}.json")
     code, text = run_cli(files["good", A], files["good", C], "--compare")
-    assert (code, "told alike" in text) == (0, True)
+    assert (code, "broadcasts are identical" in text) == (0, True)
     code, text = run_cli(files["bad", A], files["bad", C], "--compare")
     assert code == 4
-    assert "were told different things by 'hub'" in " ".join(text.split())
+    assert "received different broadcasts from 'hub'" in " ".join(text.split())
     assert run_cli(files["good", A], files["good", C])[0] == 2
     assert run_cli(files["good", A], "--compare")[0] == 2
     forged = tmp_path / "forged.json"

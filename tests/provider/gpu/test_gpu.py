@@ -23,7 +23,7 @@ SMALL = scheme.SMALL
 
 @pytest.fixture(params=["emulated", pytest.param("card", marks=pytest.mark.gpu)])
 def where(request, monkeypatch):
-    """The kernels, by a C++ compiler or on a card."""
+    """The kernels, by a C++ compiler or on a GPU."""
     emulated.choose(request.param, monkeypatch)
     yield
     if request.param == "emulated":
@@ -66,9 +66,9 @@ def test_words_drawn_again_move_no_other():
 
 def test_a_card_that_is_not_there_is_one_sentence(monkeypatch):
     monkeypatch.setattr(cuda_device, "why_not", lambda: "PyTorch finds no NVIDIA card on this machine")
-    with pytest.raises(ParameterError, match="a graphics card was asked for, but PyTorch finds no NVIDIA card"):
+    with pytest.raises(ParameterError, match="a GPU was requested, but PyTorch finds no NVIDIA card"):
         cuda_device.check()
-    with pytest.raises(ParameterError, match="graphics card was asked for"):
+    with pytest.raises(ParameterError, match="GPU was requested"):
         cuda_device.Kernels(4096)
 
 
@@ -85,7 +85,7 @@ def test_what_a_card_cannot_do_is_refused(where):
         ev.linear(np.ones((1, 3), np.int64), x)
     with pytest.raises(ParameterError, match="no switching keys"):
         ev.switched(x)
-    with pytest.raises(ParameterError, match="no residues"):
+    with pytest.raises(ParameterError, match="not residues"):
         ev.put(np.full((2, 1, SMALL.tight), 2**32 - 1, np.uint32))
     with pytest.raises(ParameterError, match="rings of 4096"):
         cuda_device.Kernels(2048)

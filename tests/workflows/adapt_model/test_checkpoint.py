@@ -194,7 +194,7 @@ def test_files_of_other_samples_and_of_something_else_are_refused(tmp_path):
     with pytest.raises(DataError, match="holds taps of other samples, of another model or of another mode"):
         Taps.open(path, "others", block.SMALL)
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(DataError, match="is no file of taps"):
+    with pytest.raises(DataError, match="is not a file of taps"):
         Taps.open(path, "these", block.SMALL)
     with pytest.raises(ProtocolAbort) as e:
         checkpoint.check_start(1, 0)  # a provider that skips what was never begun

@@ -220,7 +220,7 @@ def test_a_ledger_outlives_the_process(tmp_path):
     with pytest.raises(ProtocolAbort):
         inference.Ledger(tmp_path / "l.json").admit(ANN, 6, 10)
     (tmp_path / "bad.json").write_text("[")
-    with pytest.raises(DataError, match="no ledger"):
+    with pytest.raises(DataError, match="not a ledger"):
         inference.Ledger(tmp_path / "bad.json")
 
 

@@ -1,4 +1,4 @@
-"""A provider that computes on a card, and owners that do not: nobody notices."""
+"""A provider that computes on a GPU, and owners that do not: nobody notices."""
 
 import numpy as np
 import pytest
@@ -53,4 +53,4 @@ def test_a_card_that_is_not_there_ends_it_before_anything_is_sent(monkeypatch):
     monkeypatch.setattr(cuda_device, "why_not", lambda: "PyTorch finds no NVIDIA card on this machine")
     run = run_protocol(inference, case("gpu"), timeout=4.0)
     assert isinstance(run.errors[HUB], ParameterError)
-    assert "a graphics card was asked for" in str(run.errors[HUB])
+    assert "a GPU was requested" in str(run.errors[HUB])

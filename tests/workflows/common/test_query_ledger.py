@@ -95,7 +95,7 @@ def test_a_ledger_that_cannot_be_written_counts_nothing_and_admits_nothing(tmp_p
     assert told == []
     assert ledger.used == {}
     (tmp_path / "ledger.json").write_text("[]")
-    with pytest.raises(DataError, match="is no ledger of queries"):
+    with pytest.raises(DataError, match="is not a ledger of queries"):
         ledger.admit(ANN, 1, 10)
 
 

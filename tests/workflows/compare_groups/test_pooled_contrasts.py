@@ -589,7 +589,7 @@ def test_too_few_donors():
 def test_a_group_at_one_site_only():
     a, b, d = (Party(f"site-{i}") for i in range(3))
     c = moved(case(labels=()), {a: [0, 0, 0, 0, 1, 1, 1, 1], b: [0] * 8, d: [0] * 8})
-    assert "all donors of 'mild' are at one site: the group cannot be told from the site" in why(c)
+    assert "all donors of 'mild' are at one site: group and site cannot be separated" in why(c)
 
 
 def test_groups_that_never_meet():
@@ -603,7 +603,7 @@ def test_a_covariate_that_is_the_same_for_all_and_one_that_is_the_group():
     params = dataclasses.replace(c.params, covariates=("x",))
     for values_of, text in (
         (lambda d: np.full(len(d.group), 7.0), "'x' differs within no site; leave this covariate out"),
-        (lambda d: d.group.astype(float), "cannot be told apart: the design has too low a rank"),
+        (lambda d: d.group.astype(float), "cannot be separated: the design has too low a rank"),
     ):
         inputs = {u: (dataclasses.replace(d, covariates=(values_of(d),)),) for u, d in plain(c).items()}
         assert text in why(Case(params, inputs))
@@ -692,7 +692,7 @@ def test_no_gene_in_every_donor():
         (lambda m: dataclasses.replace(m, donor=m.donor[:-1]), "one entry per sample"),
         (lambda m: dataclasses.replace(m, group=m.group + 1), "none of the groups"),
         (lambda m: dataclasses.replace(m, donor=np.zeros_like(m.donor)), "add those of the same donor and group up"),
-        (lambda m: dataclasses.replace(m, donor=m.donor % 4), "several groups, which are no independent samples"),
+        (lambda m: dataclasses.replace(m, donor=m.donor % 4), "several groups, which are not independent samples"),
         (lambda m: dataclasses.replace(m, bulks={"": Bulk(m.bulks[""].rows, -m.bulks[""].counts - 1)}), "at least 0"),
     ],
 )

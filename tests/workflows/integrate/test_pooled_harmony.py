@@ -6,9 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloister.disclosure import Thresholds
+from cloister.disclosure import Rows, Thresholds
 from cloister.errors import DataError, ParameterError, ProtocolAbort
-from cloister.models.harmony import EVERYTHING, Settings, replay, replay_new_batch, unit
+from cloister.models.harmony import (
+    EVERYTHING,
+    OWN_STEPS,
+    STEPS,
+    Part,
+    Points,
+    Settings,
+    replay,
+    replay_new_batch,
+    unit,
+)
 from cloister.mpc.sums import announced_counts, checked_sum
 from cloister.papers import federated_harmony
 from cloister.rehearsal.rehearsal import Fault
@@ -25,14 +35,14 @@ from cloister.testing import (
     values,
 )
 from cloister.workflows.integrate import harmony_steps, pooled_harmony
-from cloister.workflows.integrate.harmony_steps import GRID, STARTS, Cells, Params
-from old_steps import harmony_floors
+from cloister.workflows.integrate.harmony_steps import FAINT, GRID, STARTS, Cells, Params
+from old_steps import harmony_floors, harmony_rounding
 
 HUB = Party("hub")
 SITES = A, B, C = tuple(map(Party, "abc"))
 VECTORS = Path(__file__).parents[2] / "vectors"
-SHORT = {"clusters": 4, "rounds": 2, "updates": 1, "blocks": 2}
-TINY = {"size": 50, "d": 2, "clusters": 2, "rounds": 1, "updates": 1, "blocks": 1}
+SHORT = {"clusters": 4, "rounds": 2, "updates": 1, "sweeps": 2}
+TINY = {"size": 50, "d": 2, "clusters": 2, "rounds": 1, "updates": 1, "sweeps": 1}
 
 
 def cells(rng, n, d=4, shift=2.0, batches=1, donors=0, thresholds=None):
@@ -45,9 +55,9 @@ def cells(rng, n, d=4, shift=2.0, batches=1, donors=0, thresholds=None):
     return Cells(x, batch, donor, "ab12", thresholds or Thresholds())
 
 
-def case(seed=0, n=3, size=70, batches=1, donors=0, d=4, thresholds=None, **options):
+def case(seed=0, n=3, size=70, batches=1, donors=0, d=4, thresholds=None, named=False, **options):
     rng = np.random.default_rng(seed)
-    params = Params(SITES[:n], HUB, "X_a", Settings(**SHORT | options))
+    params = Params(SITES[:n], HUB, "X_a", Settings(**SHORT | {"donors": named} | options))
     how = {"batches": batches, "donors": donors, "thresholds": thresholds}
     return Case(params, {u: (cells(rng, size + 10 * i, d, **how),) for i, u in enumerate(SITES[:n])})
 
@@ -61,67 +71,81 @@ def agree(found, ideal):
     assert found.sums == ideal.sums
 
 
-def harmony(s, sites, seeds, lam_least=1e-3):
-    """Harmony of [KMF+19] over pooled cells: one matrix R, ridge regressions as matrices, every site a batch."""
+def harmony(s, sites, lam_least=1e-3):
+    """Harmony written out over pooled cells: one matrix R, ridge regressions as matrices, every site a batch."""
     X = np.concatenate(sites)
     b = np.repeat(np.arange(len(sites)), [len(x) for x in sites])
     N, N_b, d = len(X), np.bincount(b), X.shape[1]
-    Z = unit(X)
+    Z, Phi = unit(X), np.eye(len(sites))[b]
+    alone = Z  # of the cells on their own way, which no sum is over
     values, vectors = np.linalg.eigh(Z.T @ Z / N)
     root = vectors @ np.diag(np.sqrt(np.maximum(values, 1e-9))) @ vectors.T
     Y = unit(np.random.default_rng([s.seed, 20]).normal(size=(s.n_clusters(N, len(sites)), d)) @ root)
-    Phi = np.eye(len(sites))[b]
+    log, design = np.zeros((len(Y), len(sites))), np.column_stack([np.ones(N), Phi])
 
-    def soft(at, penalty=1.0):
-        a = np.exp(-2 * (1 - Z[at] @ Y.T) / s.sigma) * penalty
+    def soft(at=None):
+        a = np.exp(-2 * (1 - (Z if at is None else at) @ Y.T) / s.sigma) * np.exp(log).T[b]
         return a / a.sum(axis=1, keepdims=True)
 
-    everything = np.arange(N)
+    def solved(R, mass):
+        lam = np.maximum(s.ridge * (mass * N_b / N), lam_least)
+        A = design.T @ (R * design) + np.diag([0, *lam])
+        return np.linalg.solve(A, design.T @ (R * X)), lam
+
+    def mean(Y):
+        total = soft().T @ Z
+        return np.where(np.linalg.norm(total, axis=1, keepdims=True) > FAINT, unit(total), Y)
+
+    def balance(steps, at=None):  # at the mass that clusters have now
+        nonlocal log
+        T = soft().sum(axis=0)
+        for _ in range(steps):
+            there, E = soft(at).T @ Phi, np.outer(T, N_b / N)
+            wanted = s.theta * np.log((2 * E + 1) / (there + E + 1))
+            log = log + 2 / (2 + s.theta) * (wanted - log)
+
     for _ in range(STARTS):
-        Y = unit(soft(everything).T @ Z)
-    R = soft(everything)
-    starts = np.cumsum([0, *N_b])
-    orders = [np.array_split(np.random.default_rng([s.seed, *u.encode()]).permutation(len(x)), s.blocks)
-              for u, x in zip(seeds, sites, strict=True)]  # fmt: skip
-
-    def penalty(mass, at):
-        E = np.outer(mass.sum(axis=1), N_b / N)
-        return (((E + 1) / (mass + 1)) ** s.theta)[:, b[at]].T
-
+        Y = mean(Y)
     for _ in range(s.rounds):
         for _ in range(s.updates):
-            Y = unit(R.T @ Z)
-            for j in range(s.blocks):
-                at = np.concatenate([starts[i] + order[j] for i, order in enumerate(orders)])
-                rest = np.setdiff1d(everything, at)
-                R[at] = soft(at, penalty(R[rest].T @ Phi[rest], at))
-        mass = R.T @ Phi
-        R = soft(everything, penalty(mass, everything))
-        moved = X.copy()
-        design = np.column_stack([np.ones(N), Phi])
+            Y = mean(Y)
+            for _ in range(s.sweeps):
+                balance(STEPS)
+        T, R = soft().sum(axis=0), soft()
+        kept = log
+        groups, anchors = X.copy(), []
         for k in range(len(Y)):
-            lam = np.diag([0, *np.maximum(s.ridge * (mass[k].sum() * N_b / N), lam_least)])
-            W = np.linalg.solve(design.T @ (R[:, [k]] * design) + lam, design.T @ (R[:, [k]] * X))
-            W[0] = 0
-            moved -= R[:, [k]] * (design @ W)
-        Z = unit(moved)
-    return np.split(moved, starts[1:-1])
+            W, lam = solved(R[:, [k]], T[k])
+            n = R[:, k] @ Phi
+            if np.sum(lam * n / (n + lam)) <= FAINT:
+                anchors.append(None)
+                continue
+            anchors.append(W[0])
+            groups -= R[:, [k]] * (Phi @ W[1:])
+        balance(OWN_STEPS, alone)  # of single cells, and their regression at given anchors
+        own, cells = soft(alone), X.copy()
+        for k in [k for k in range(len(Y)) if anchors[k] is not None]:
+            n, S = own[:, k] @ Phi, (own[:, [k]] * Phi).T @ X
+            lam = np.maximum(s.ridge * (T[k] * N_b / N), lam_least)
+            cells -= own[:, [k]] * (Phi @ ((S - n[:, None] * anchors[k]) / (n + lam)[:, None]))
+        log, Z, alone = kept, unit(groups), unit(cells)
+    return np.split(cells, np.cumsum(N_b)[:-1])
 
 
-@pytest.mark.parametrize("options", [{}, {"theta": 1.0, "ridge": 0.5}, {"n": 2, "blocks": 3}])
+@pytest.mark.parametrize("options", [{}, {"theta": 1.0, "ridge": 0.5}, {"n": 2, "sweeps": 3}])
 def test_equals_harmony_of_the_pooled_cells(options):
-    """With nothing kept back, the sums give what one matrix over all cells gives."""
+    """With every cell a group, the sums give what one matrix over all cells gives."""
     c = case(thresholds=EVERYTHING, **options)
     found = pooled_harmony.ideal(c.params, plain_inputs(c))
-    pooled = harmony(c.params.settings, [x.x for (x,) in c.inputs.values()], c.params.sites)
+    pooled = harmony(c.params.settings, [x.x for (x,) in c.inputs.values()])
     for u, wanted in zip(c.params.sites, pooled, strict=True):
         np.testing.assert_allclose(found[u].moved, wanted, atol=1e-8)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"n": 2}, {"batches": 3}, {"donors": 6, "least_donors": 3}, {"clusters": 0}, {"thresholds": EVERYTHING}],
-    ids=["plain", "two-sites", "batches", "donors", "own-number", "all-open"],
+    [{}, {"n": 2}, {"batches": 3}, {"donors": 6, "named": True}, {"clusters": 0}, {"thresholds": EVERYTHING}],
+    ids=["plain", "two-sites", "batches", "donors", "own-number", "single-cells"],
 )
 def test_roles_give_what_one_place_gives(options):
     check_ideal(pooled_harmony, [case(seed=2, **options)], agree=agree)
@@ -169,15 +193,15 @@ def test_cost(module):
 
 
 def test_the_number_of_sums_is_what_the_docstring_says():
-    c = case(rounds=3, updates=2, blocks=4)
+    c = case(rounds=3, updates=2, sweeps=4)
     s = c.params.settings
     found = pooled_harmony.ideal(c.params, plain_inputs(c))[HUB]
-    assert found.sums == 16 + s.rounds * (s.updates * (1 + s.blocks) + 2)
+    assert found.sums == 16 + s.rounds * (s.updates * (1 + s.sweeps) + 2)
     assert len(pooled_harmony.lengths(c.params, 240, 4)) == found.sums
 
 
 def test_sites_are_mixed_afterwards():
-    c = case(size=150, clusters=12, rounds=4, updates=3)
+    c = case(size=150, clusters=12, rounds=4)
     found = pooled_harmony.ideal(c.params, plain_inputs(c))
     expected, before, after = found[HUB].mixing.pooled
     assert before > expected + 0.1
@@ -205,7 +229,7 @@ def watching(module):
 
     def watched(self, line, what, mine, *more):
         if module is federated_harmony and line in ("L4", "L5"):
-            seen.append(mine.values.copy())
+            seen.append(mine.copy())
         total = yield from real(self, line, what, mine, *more)
         if line in ("L4", "L5"):
             seen.append(total.copy())
@@ -235,11 +259,16 @@ def test_a_cell_that_is_alone_in_its_cluster_is_not_shown(monkeypatch, module, t
     assert likeness > 0.999 if read else likeness < 0.95
 
 
-def part_at(c, u, Y, penalty=None):
-    """A site's part, with its cells assigned to clusters that an attacker chose."""
-    part = harmony_steps.part_of(c.params, u, c.inputs[u][0], Y.shape[1])
-    part.start(len(Y))
-    part.assign(Y, penalty)
+def old_part(x, seed=1, **settings):
+    """The step before groups: sums of cells, closed by leverage and rounded to half a cell."""
+    none = np.zeros(len(x), np.int64)
+    return harmony_rounding.Part(harmony_rounding.Settings(**settings), x, none, 1, None, (seed,), Thresholds())
+
+
+def part_at(c, u, Y):
+    """A site's part, looking at centroids that an attacker chose."""
+    part = harmony_steps.part_of(c.params, c.inputs[u][0], Y.shape[1])
+    part.shown.look(Y)
     return part
 
 
@@ -261,12 +290,10 @@ def test_G4_the_mass_of_a_suppressed_cluster_has_no_complement(r):
     old = harmony_floors.masses(harmony_floors.responsibilities(c.params.settings, x, Y))
     assert old[3] == 0.0
     assert abs(len(x) - old.sum() - r) < 0.3  # how many cells the suppressed cluster has
-    part = part_at(c, A, Y)
-    part.settle()
-    shown = part.contribution(part.told_mass())
-    assert shown.values[3] == 0.0
-    assert shown.values.sum() == pytest.approx(len(x))  # whatever r
-    assert shown.cells >= 10
+    shown = part_at(c, A, Y).shown
+    mass = shown.mass(np.ones((1, 4)))[0]
+    assert mass.sum() == pytest.approx(len(x))  # whatever r
+    assert mass[3] < 0.1 or mass[3] > 9.9  # a group is there as a whole, or not
 
 
 def test_G4_the_cell_of_a_suppressed_cluster_has_no_complement():
@@ -276,41 +303,118 @@ def test_G4_the_cell_of_a_suppressed_cluster_has_no_complement():
     R = harmony_floors.responsibilities(c.params.settings, x, Y)
     rest = harmony_floors.moments(x)[0] - harmony_floors.centroids(R, x).sum(axis=0)
     assert unit(rest[None])[0] @ unit(x[:1])[0] > 0.99
-    part = part_at(c, A, Y)
-    part.settle()
-    near = part.contribution(part.near.sum(axis=0)).values
-    np.testing.assert_allclose(near.sum(axis=0), unit(x).sum(axis=0), atol=1e-9)  # and Σz is not opened besides
+    shown = part_at(c, A, Y).shown
+    near = shown.near(np.ones((1, 4)))
+    np.testing.assert_allclose(near.sum(axis=0), shown.size @ unit(shown.x), atol=1e-9)
+    assert (unit(shown.x) @ unit(x[:1])[0]).max() < 0.3  # and no group lies in its direction
+
+
+def crossing(Y, z, k, j, step=1e-7):
+    """Two sets of centroids between which a point at z changes from cluster k to j, and hardly anything else."""
+    low, high = 0.0, 4.0
+    for _ in range(60):
+        t = (low + high) / 2
+        moved = unit(Y[[j]] + t * z)
+        low, high = (t, high) if (moved @ z)[0] < Y[k] @ z else (low, t)
+    sides = []
+    for t in (low * (1 - step), high * (1 + step)):
+        one = Y.copy()
+        one[j] = unit(Y[[j]] + t * z)[0]
+        sides.append(one)
+    return sides
+
+
+def pairs_of_sums(centroids_at, z, d, pairs, K=6, seed=0):
+    """The attack of the review: pairs of sums of directions between which one point alone changes clusters."""
+    rng, guess = np.random.default_rng(seed), np.zeros(d)
+    for _ in range(pairs):
+        Y = unit(rng.normal(size=(K, d)))
+        order = np.argsort(-(Y @ z))
+        k, j = int(order[0]), int(order[1])
+        before, after = (centroids_at(side) for side in crossing(Y, z, k, j))
+        guess += (after - before)[j] - (after - before)[k]
+    length = np.linalg.norm(guess)
+    return guess / length if length > 1e-9 else guess
+
+
+def test_one_cell_that_alone_changes_clusters_between_fifteen_pairs_of_sums():
+    """Attack: read from the step before, whose rounding averages out; no sum of the new one changes."""
+    rng = np.random.default_rng(3)
+    x, hard = rng.normal(size=(868, 30)), 1e-9  # σ: every cell in one cluster
+    old = old_part(x, clusters=6, sigma=hard, blocks=1)
+    new = Part(Settings(clusters=6, sigma=hard), x, np.zeros(868, np.int64), 1, Rows(868))
+    found, kept = [], []
+    for i in rng.choice(868, 8, replace=False):
+        z = unit(x[i : i + 1])[0]
+
+        def at(Y):
+            old.start(6)
+            old.assign(Y, None)
+            return old.centroids()
+
+        def groups_at(Y):
+            new.shown.look(Y)
+            return new.shown.near(np.ones((1, 6)))
+
+        found.append(pairs_of_sums(at, z, 30, 15) @ z)
+        kept.append(pairs_of_sums(groups_at, z, 30, 15) @ z)
+    assert np.median(found) > 0.9
+    assert np.max(np.abs(kept)) < 0.5  # at most a group's mean, by chance; mostly nothing changes at all
+    assert np.median(np.abs(kept)) == 0.0
+
+
+def test_the_same_attack_on_a_group_gives_its_mean_and_no_more():
+    """An attacker that knows a group's mean already can ask for it; all of its cells change sides with it."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(400, 10))
+    part = Part(Settings(clusters=6, sigma=1e-9), x, np.zeros(400, np.int64), 1, Rows(400))
+
+    def at(Y):
+        part.shown.look(Y)
+        return part.shown.near(np.ones((1, 6)))
+
+    z = unit(part.shown.x[4:5])[0]
+    assert pairs_of_sums(at, z, 10, 1) @ z > 1 - 1e-9
+    assert part.shown.size.min() >= 10
 
 
 @pytest.mark.parametrize("donors", [0, 5])
-def test_whatever_centroids_and_penalties_others_choose(donors):
-    """Open clusters have effective sizes of at least 10 cells and 3 donors; all cells are in open ones, or none is."""
-    rng, seen = np.random.default_rng(0), 0
-    for seed in range(40):
-        c = case(seed=seed, d=4, clusters=6, donors=donors, least_donors=3 if donors else 0, batches=2)
-        Y = unit(rng.normal(size=(6, 4)) + (rng.random() < 0.5) * c.inputs[A][0].x[rng.integers(70)])
-        part = part_at(c, A, Y, rng.lognormal(0, 2, (2, 6)))
-        without = [None, 0, 1][seed % 3]
-        part.settle(without)
-        R = np.zeros((70, 6))
-        for j in range(2):
-            for at, _, piece in part.of_block(j):
-                R[at] = piece
-        R = R * part.open
-        R /= np.maximum(R.sum(axis=1, keepdims=True), 1e-300)
-        rest = [j for j in range(2) if j != without]
-        np.testing.assert_allclose(part.told[rest].sum(axis=(0, 1)), part.told_mass(without))
-        np.testing.assert_allclose(part.told_mass(), R.sum(axis=0), atol=1e-9)
-        if without is not None:
-            R = np.delete(R, part.cells_of[without], axis=0)
-        squares = np.square(R[:, part.open])
-        assert np.all(squares.max(axis=0, initial=0.0) <= squares.sum(axis=0) / 10 * (1 + 1e-6))
-        if donors and part.open.any():
-            donor = np.delete(part.rows.donor, part.cells_of[without]) if without is not None else part.rows.donor
-            by = np.stack([R[donor == u][:, part.open].sum(axis=0) for u in np.unique(donor)])
-            assert np.all(np.square(by).max(axis=0) <= np.square(by).sum(axis=0) / 3 * (1 + 1e-6))
-        seen += int((~part.open).any())
-    assert seen > 10
+def test_all_that_is_opened_is_a_function_of_groups(donors):
+    """Other cells behind the same groups: every sum of a run is the same, whatever centroids others bring about."""
+    c = case(batches=2, donors=donors, named=donors > 0)
+    mine, rng = c.inputs[A][0], np.random.default_rng(0)
+    part = harmony_steps.part_of(c.params, mine, 4)
+    other = harmony_steps.part_of(c.params, mine, 4)
+    other.cells = Points(c.params.settings, rng.normal(size=(31, 4)), np.ones(31), rng.integers(0, 2, 31), 2)
+    steps, twin = (harmony_steps.integrate(one, 2) for one in (part, other))
+    ask, again, seen = next(steps), next(twin), 0
+    while True:
+        np.testing.assert_array_equal(ask.mine, again.mine)
+        assert ask.part.cells >= 10
+        assert ask.part.donors is None if not donors else ask.part.donors >= 3
+        seen += 1
+        total = 2 * ask.mine
+        if ask.line in ("L4", "L5"):  # the other party bends centroids as it likes
+            total = total + rng.normal(0, 20, total.shape)
+        try:
+            ask, again = steps.send(total), twin.send(total)
+        except StopIteration:
+            break
+    assert seen == 16 + c.params.settings.rounds * 5
+
+
+@pytest.mark.parametrize("donors", [0, 5])
+def test_groups_are_of_one_batch_and_of_enough_cells_and_donors(donors):
+    for seed in range(10):
+        c = case(seed=seed, donors=donors, named=donors > 0, batches=2)
+        mine = c.inputs[A][0]
+        part = harmony_steps.part_of(c.params, mine, 4)
+        codes = part.groups.codes
+        for k in range(len(part.groups)):
+            assert np.sum(codes == k) == part.shown.size[k] >= 10
+            assert set(mine.batch[codes == k]) == {part.shown.batch[k]}
+            if donors:
+                assert len(set(mine.donor[codes == k])) >= 3
 
 
 @pytest.mark.parametrize(("thresholds", "read"), [(EVERYTHING, True), (None, False)])
@@ -319,15 +423,14 @@ def test_a_site_that_bends_a_centroid_towards_a_cell_does_not_read_it(monkeypatc
     c, cell = odd_one_out(thresholds=thresholds, rounds=1, updates=3)
     seen, real = [], harmony_steps.Course.add
 
-    def bent(self, line, what, mine, reach=0.0, grain=0.0):
-        lies = line == "L5" and len(self.part.x) == 80
+    def bent(self, line, what, mine, reach=0.0):
+        lies = line == "L5" and len(self.part.cells.x) == 80
         if lies:
-            values = mine.values.copy()
-            values[0] = 0.9 * reach * unit(cell[None])[0]
-            mine = mine.map(lambda _: values)
-        total = yield from real(self, line, what, mine, reach, grain)
+            mine = mine.copy()
+            mine[0] = 0.9 * reach * unit(cell[None])[0]
+        total = yield from real(self, line, what, mine, reach)
         if lies:
-            seen.append(total[0] - np.rint(mine.values[0] * 2) / 2 if grain and not read else total[0] - mine.values[0])
+            seen.append(total[0] - mine[0])
         return total
 
     monkeypatch.setattr(harmony_steps.Course, "add", bent)
@@ -337,7 +440,7 @@ def test_a_site_that_bends_a_centroid_towards_a_cell_does_not_read_it(monkeypatc
         assert closest([others[None]], cell) > 0.999
         assert 0.3 < np.linalg.norm(others) < 1.1  # that cell alone, in one cluster or shared by two
     else:
-        assert np.linalg.norm(others) < 1e-9
+        assert np.linalg.norm(others) < 1e-3 or closest([others[None]], cell) < 0.5
 
 
 def test_F8_a_cell_that_is_alone_in_its_direction_is_not_in_second_moments():
@@ -347,61 +450,53 @@ def test_F8_a_cell_that_is_alone_in_its_direction_is_not_in_second_moments():
     x[1:, 5] = 0.0
     _, old = harmony_floors.moments(x)
     np.testing.assert_allclose(old[5, 5], unit(x[:1])[0, 5] ** 2)
-    part = harmony_steps.part_of(c.params, A, c.inputs[A][0], 6)
-    upper = np.zeros((6, 6))
-    shown = harmony_steps.second_moments(part)
-    upper[np.triu_indices(6)] = shown.values
-    assert upper[5, 5] == 0.0
-    assert upper[0, 0] > 1.0
-    assert shown.cells >= 10
+    shown = harmony_steps.part_of(c.params, c.inputs[A][0], 6).shown
+    z = unit(shown.x)
+    new = z.T @ (shown.size[:, None] * z)
+    assert new[5, 5] < 0.2  # its group's length in that direction; the cell counts at its group's distance
+    assert new[0, 0] > 1.0
 
 
-def test_no_cell_dominates_second_moments_in_any_direction():
+def test_an_outlying_cell_does_not_show_in_its_group():
+    """A mean that one far cell dominates would show that cell; clipped, it counts as far as half of its group."""
     rng = np.random.default_rng(0)
-    for seed in range(20):
-        x = rng.standard_t(2, (200, 6)) * rng.lognormal(0, 2, 6)
-        c = case(d=6)
-        part = harmony_steps.part_of(c.params, A, Cells(x, np.zeros(200, np.int64)), 6)
-        G = np.zeros((6, 6))
-        G[np.triu_indices(6)] = harmony_steps.second_moments(part).values
-        G = G + np.triu(G, 1).T
-        if G.any():
-            values_, vectors = np.linalg.eigh(G)
-            u = vectors[:, values_ > 1e-9 * values_[-1]]
-            z = unit(x)
-            inside = np.linalg.norm(z - z @ u @ u.T, axis=1) < 1e-9
-            h = np.square(z[inside] @ u / np.sqrt(values_[values_ > 1e-9 * values_[-1]])).sum(axis=1)
-            assert np.sort(h)[: int(np.trace(G) + 0.5)].max() <= 0.1 + 1e-5, seed
+    x = rng.normal([5, 0, 0, 0], 0.3, (60, 4))
+    far = x.copy()
+    far[7] = [5, 0, 0, 300.0]
+    groups = harmony_steps.part_of(case().params, Cells(far, np.zeros(60, np.int64)), 4)
+    mine = int(groups.groups.codes[7])
+    plain = groups.groups.means(far)
+    assert unit(plain)[mine, 3] > 0.9  # the mean as it is
+    assert np.abs(groups.shown.x[:, 3]).max() < np.abs(x[:, 3]).max()
 
 
 def test_one_person_is_not_shown_however_many_cells_she_has():
     rng = np.random.default_rng(0)
     x = np.concatenate([rng.normal([5, 0], 0.1, (100, 2)), rng.normal([0, 5], 0.1, (20, 2))])
     donor = np.concatenate([np.arange(100) % 4, np.full(20, 4)])
-    for least, wanted in ((3, [True, False]), (0, [True, True])):
-        params = Params(SITES, HUB, "X", Settings(least_donors=least))
-        part = harmony_steps.part_of(params, A, Cells(x, np.zeros(120, np.int64), donor), 2)
-        part.start(2)
-        part.assign(np.eye(2), None)
-        part.settle()
-        assert part.open.tolist() == wanted
+    for named, wanted in ((True, False), (False, True)):
+        params = Params(SITES, HUB, "X", Settings(donors=named))
+        shown = harmony_steps.part_of(params, Cells(x, np.zeros(120, np.int64), donor), 2).shown
+        assert bool((unit(shown.x)[:, 1] > 0.9).any()) == wanted
 
 
-def test_a_batch_of_one_cell_does_not_dominate_an_anchor():
-    """A small batch has the largest weight λ / (n + λ) per cell."""
-    rng = np.random.default_rng(0)
-    x = rng.normal([5, 0], 0.1, (40, 2))
-    params = Params(SITES, HUB, "X", Settings())
-    for lam, shown in ((1.0, True), (0.001, False)):  # nothing but the single cell is left where λ is small
-        part = harmony_steps.part_of(params, A, Cells(x, (np.arange(40) == 7) * 1), 2)
-        part.start(1)
-        s = part.regress(np.array([[1.0, 0.0]]), np.ones((2, 1)))
-        sums = part.anchor_sums(part.mass_by_group(), s, np.array([[lam * 40], [lam * 40]]))
-        assert bool(sums.values.any()) == shown
+def test_a_batch_without_a_group_adds_nothing_and_moves_all_the_same():
+    c = case(size=80, clusters=4, rounds=3)
+    mine = c.inputs[A][0]
+    few = dataclasses.replace(
+        mine, x=mine.x + np.where(np.arange(80) < 6, 3.0, 0.0)[:, None], batch=(np.arange(80) < 6) * 1
+    )
+    c = Case(c.params, {**c.inputs, A: (few,)})
+    part = harmony_steps.part_of(c.params, few, 4)
+    assert part.shown.sizes.tolist() == [74.0, 0.0]
+    assert part.apart.tolist() == [False, True]
+    found = pooled_harmony.ideal(c.params, plain_inputs(c))
+    assert found[HUB].trail.cells == 74 + 90 + 100
+    assert np.linalg.norm(found[A].moved[:6] - few.x[:6], axis=1).min() > 0.1
 
 
-def test_places_with_few_cells_join_others_in_the_picture():
-    """All cells are counted, so that the number of all says nothing about places with few."""
+def test_places_of_the_picture_hold_whole_groups():
+    """All cells of groups are counted, so that the number of all says nothing about places with few."""
     c = case(size=200)
     found = pooled_harmony.ideal(c.params, plain_inputs(c))
     picture = found[HUB].picture
@@ -415,33 +510,56 @@ def test_places_with_few_cells_join_others_in_the_picture():
     np.testing.assert_array_equal(picture.counts, sum(found[u].picture.own for u in SITES))
 
 
-def test_what_a_site_adds_is_rounded():
-    """Sums that differ by one cell differ by no more than a rounding in most entries."""
-    run = run_protocol(pooled_harmony, case())
-    check_no_errors(run)
-    seen = []
-    real = harmony_steps.Course.add
-
-    def watched(self, line, what, mine, reach=0.0, grain=0.0):
-        total = yield from real(self, line, what, mine, reach, grain)
-        if line in ("L4", "L5", "L6", "L7"):
-            seen.append(total)
-        return total
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harmony_steps.Course, "add", watched)
-        pooled_harmony.ideal(case().params, plain_inputs(case()))
-    assert all(np.array_equal(total * 2, np.rint(total * 2)) for total in seen)
-
-
 def test_receipts_state_the_smallest_group():
-    c = case(donors=6, least_donors=3)
+    c = case(donors=6, named=True)
     run = run_protocol(pooled_harmony, c)
     check_no_errors(run)
     for u in SITES:
         smallest = run.receipts[u].smallest_group
         assert smallest["cells"] >= 10
         assert smallest["donors"] >= 3
+
+
+# ---- theta -----------------------------------------------------------------------------------------------------------
+
+
+def two_batches(d=3):
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.normal([3, 0, 0], 1.0, (60, d)), rng.normal([0, 3, 0], 1.0, (20, d))])
+    return x, (np.arange(80) >= 50) * 1
+
+
+@pytest.mark.parametrize("theta", [1.0, 2.0, 6.0, 20.0])
+def test_penalties_come_to_rest_at_any_theta(theta):
+    """All cells at once with the whole penalty, as one block did before, never come to rest at a large theta."""
+    x, batch = two_batches()
+    points = Points(Settings(theta=theta), x, np.ones(80), batch, 2)
+    points.look(np.eye(3))
+    total, p, last = points.mass(np.ones((2, 3))).sum(axis=0), np.ones((2, 3)), np.ones((2, 3))
+    for _ in range(200):
+        last, p = p, points.balance(80, total, p, 1)
+    assert np.abs(np.log(p / last)).max() < 1e-4
+    E = points.expected(80, total)
+    q = np.ones((2, 3))
+    for _ in range(200):
+        before, q = q, ((E + 1) / (points.mass(q) + 1)) ** theta
+    if theta >= 6:
+        assert np.abs(np.log(q / before)).max() > 0.5
+
+
+def test_more_theta_never_mixes_clusters_less():
+    x, batch = two_batches()
+    uneven = []
+    for theta in (0.0, 1.0, 2.0, 4.0, 6.0, 10.0):
+        points = Points(Settings(theta=theta), x, np.ones(80), batch, 2)
+        points.look(np.eye(3))
+        p = np.ones((2, 3))
+        for _ in range(60):
+            p = points.balance(80, points.mass(p).sum(axis=0), p, 5)
+        there = points.mass(p)
+        E = points.expected(80, there.sum(axis=0))
+        uneven.append(float((there * np.log(there / E)).sum()))
+    assert np.all(np.diff(uneven) < 0)
 
 
 # ---- cells that come later -------------------------------------------------------------------------------------------
@@ -514,17 +632,17 @@ def test_a_coordinator_that_bends_centroids_is_found_out():
         ("L5", lambda x: x + 1e6, "larger than"),
         ("L6", lambda x: x - 500.0, "a mass"),
         ("L7", lambda x: x - 500.0, "a mass"),
+        ("L7", lambda x: x * 1.01, "a mass"),  # more than it claimed
         ("L8", lambda x: np.where(np.arange(x.size) % 5 == 4, -0.9 * x - 30, 5000 * x + 1), "anchor"),
     ],
 )
 def test_impossible_sums_of_a_lying_site_end_the_run(monkeypatch, line, change, who):
     real = harmony_steps.Course.add
 
-    def lies(self, at, what, mine, reach=0.0, grain=0.0):
-        if at == line and len(self.part.x) == 80:  # site b
-            shape = mine.values.shape
-            mine = mine.map(lambda x: np.clip(change(x.ravel()), -reach or -np.inf, reach or np.inf).reshape(shape))
-        return (yield from real(self, at, what, mine, reach, grain))
+    def lies(self, at, what, mine, reach=0.0):
+        if at == line and len(self.part.cells.x) == 80:  # site b
+            mine = np.clip(change(mine.ravel()), -reach or -np.inf, reach or np.inf).reshape(mine.shape)
+        return (yield from real(self, at, what, mine, reach))
 
     monkeypatch.setattr(harmony_steps.Course, "add", lies)
     run = run_protocol(pooled_harmony, case(), timeout=3.0)
@@ -537,10 +655,10 @@ def test_impossible_sums_of_a_lying_site_end_the_run(monkeypatch, line, change, 
 def test_a_site_that_claims_other_cells_than_it_announced_ends_the_run(monkeypatch, claimed, code):
     real = harmony_steps.Course.add
 
-    def lies(self, at, what, mine, reach=0.0, grain=0.0):
-        if at == "L2" and len(self.part.x) == 80:  # site b
-            mine = mine.map(lambda x: x + np.array([claimed, 0]))
-        return (yield from real(self, at, what, mine, reach, grain))
+    def lies(self, at, what, mine, reach=0.0):
+        if at == "L2" and len(self.part.cells.x) == 80:  # site b
+            mine = mine + np.array([claimed, 0])
+        return (yield from real(self, at, what, mine, reach))
 
     monkeypatch.setattr(harmony_steps.Course, "add", lies)
     if code == "claims":
@@ -560,9 +678,8 @@ def right_of(c, module=pooled_harmony):
             if p in wanted:
                 assert one.moved.shape == wanted[p].x.shape
             if lie.letter == "j":  # other inputs: the result of these inputs
-                ideal = pooled_harmony.ideal(lie.case.params, plain_inputs(lie.case))
-                atol = 1e-3 if module is pooled_harmony else 0.05  # published sums are not rounded
-                np.testing.assert_allclose(one.moved, ideal[p].moved, atol=atol)
+                ideal = module.ideal(lie.case.params, plain_inputs(lie.case))
+                np.testing.assert_allclose(one.moved, ideal[p].moved, atol=1e-3)
         assert len({one.digest for one in found.values()}) <= 1
 
     return right
@@ -631,7 +748,7 @@ def test_columns_that_no_embedding_has(agreed):
 
 
 def test_donors_are_asked_for_where_they_count():
-    run = run_protocol(pooled_harmony, case(least_donors=3), timeout=2.0)
+    run = run_protocol(pooled_harmony, case(named=True), timeout=2.0)
     assert "counts donors" in str(run.errors[A])
 
 
@@ -646,7 +763,9 @@ def test_another_space_is_named(other):
     assert "'X_a' of b comes from another model" in str(run.errors[HUB])
 
 
-@pytest.mark.parametrize("options", [{"clusters": 1}, {"rounds": 0}, {"sigma": 0.0}, {"theta": -1.0}, {"ridge": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{"clusters": 1}, {"rounds": 0}, {"sweeps": 0}, {"sigma": 0.0}, {"theta": -1.0}, {"ridge": 0.0}]
+)
 def test_bad_settings(options):
     with pytest.raises(ParameterError, match="Harmony needs"):
         Settings(**options)

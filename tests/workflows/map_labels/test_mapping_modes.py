@@ -108,23 +108,23 @@ def test_published_says_what_it_lacks():
         published(share=True)
 
 
-def test_as_printed_duplicates_spoil_the_answer(monkeypatch):
-    """Why ties need an order: with the printed masks, two equal references make a neighbour that is neither."""
+def test_masks_of_ties_must_be_one_hot(monkeypatch):
+    """Algorithm 5 asks for one-hot masks: a mask of every equal minimum makes one wrong neighbour of two references."""
     c = published(m=12, rows=(12, 12), labels=4, k=3, repeat=3, seed=4)
     wanted = published_knn.ideal(c.params, c.inputs)[ASK].labels
     np.testing.assert_array_equal(values(run_protocol(published_knn, c))[ASK].labels, wanted)
 
     real = replicated.Trio.onehot_min
 
-    async def printed(trio, x):
-        """The mask as printed: every entry that equals the least one."""
+    async def every_minimum(trio, x):
+        """A mask that is not one-hot: every entry that equals the least one."""
         least, place = await real(trio, x)
         if x.ring != c.params.distances:
             return least, place
         wide = least.map(lambda w: np.broadcast_to(w[..., None], x.shape))
         return least, await trio.inject(await trio.equal(x, wide), x.shape, x.ring)
 
-    monkeypatch.setattr(replicated.Trio, "onehot_min", printed)
+    monkeypatch.setattr(replicated.Trio, "onehot_min", every_minimum)
     spoiled = values(run_protocol(published_knn, c))[ASK].labels
     assert (spoiled != wanted).mean() > 0.2
 

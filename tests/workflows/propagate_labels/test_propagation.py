@@ -223,7 +223,7 @@ def test_a_choice_needs_evidence_and_counts_that_can_be_true():
     assert told([13, 13]).setting == usual  # less than two standard errors of 0.078: the best of many is lucky
     assert told([18, 18]).setting == terms.settings[5]
     assert told([18, 18]).accuracy == pytest.approx(0.9)
-    with pytest.raises(ProtocolAbort, match="more labels were told right than there are"):
+    with pytest.raises(ProtocolAbort, match="more labels were reported correct than there are"):
         told([21, 0])
     means = chosen_settings.Params((Party("a"), Party("b")), HUB, 256, dataclasses.replace(usual, class_means=1.0), 2)
     more = np.full((len(means.settings) + 1, 2), 10, np.uint64)

@@ -128,13 +128,13 @@ class Budget:
         They count for its identity key and for its name, because another study may use another of the two.
         """
         if cells < 0:
-            raise Refusal(f"'{name}' asks for {cells} cells; expected 0 or more")
+            raise Refusal(f"'{name}' requests {cells} cells; expected 0 or more")
         with self._locked():
             whole, most, spent = self._load(), self.allowed["query_cells"], self.queried(querier, name)
             if spent + cells > most:
                 raise Refusal(
-                    f"'{self.me}' labels {most} cells for one querier over all studies; '{name}' used {spent} and asks "
-                    f"for {cells} more; to allow more, raise query_cells under [budget] in local/site.toml"
+                    f"'{self.me}' labels {most} cells for one querier over all studies; '{name}' used {spent} and"
+                    f" requests {cells} more; to allow this, raise query_cells under [budget] in local/site.toml"
                 )
             counts = whole.setdefault(QUERIERS, {})
             for key in (querier.hex(), f"name {name}"):

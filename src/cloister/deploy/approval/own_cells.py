@@ -49,7 +49,7 @@ def check_floors(me: Party, part: Study, policy: Policy, adata: AnnData) -> None
     if key is None:
         raise Refusal(f"'{me}' answers about at least {least} donors ([floors]), and {what} has no donor_key")
     if (here := donors(adata, str(key))) < least:
-        raise Refusal(f"{here} donors, fewer than the {least} that [floors] in local/site.toml asks for")
+        raise Refusal(f"{here} donors, fewer than the {least} that [floors] in local/site.toml requires")
     _, options = check_plan(part)
     if (agreed := opening_floor(options, "min_donors")) is not None and agreed < least:
         raise Refusal(

@@ -76,7 +76,9 @@ class Shape:
         if list(self.taps) != sorted(set(self.taps)) or any(not 1 <= t <= self.depth for t in self.taps):
             raise ParameterError(f"taps must be blocks 1 to {self.depth}, in order")
         if self.tap_bounds and (len(self.tap_bounds) != len(self.taps) or not 0 < max(self.tap_bounds) <= TAP_BOUND):
-            raise ParameterError(f"a model with {len(self.taps)} taps needs as many bounds, none above {TAP_BOUND:g}")
+            raise ParameterError(
+                f"a model with {len(self.taps)} taps needs the same number of bounds, none above {TAP_BOUND:g}"
+            )
         if any(b - a < 2 for a, b in zip(self.taps, self.taps[1:], strict=False)):
             raise ParameterError("two taps are adjacent; the increment of a block would be seen")
 
@@ -176,7 +178,7 @@ class Encoder:
         except (DataError, ParameterError):
             raise
         except Exception as e:  # every way in which a file can be wrong
-            raise DataError(f"{path} is no provider's model of Cloister ({type(e).__name__})") from None
+            raise DataError(f"{path} is not a provider's model of Cloister ({type(e).__name__})") from None
         return encoder
 
 

@@ -46,7 +46,7 @@ def bind(purpose: str, *parts: bytes) -> bytes:
 def hkdf(secret: bytes, context: bytes, length: int = 32, *, salt: bytes = b"") -> bytes:
     """HKDF-SHA256 [RFC5869] with `context` as info; build it with `bind`."""
     if not 0 < length <= 255 * 32:
-        raise ParameterError(f"HKDF-SHA256 gives 1 to {255 * 32} bytes, asked for {length}")
+        raise ParameterError(f"HKDF-SHA256 gives 1 to {255 * 32} bytes, requested {length}")
     return HKDF(hashes.SHA256(), length, salt, context).derive(secret)
 
 

@@ -180,7 +180,7 @@ def load(scheme: Scheme, ct: bytes) -> Any:
     try:
         cipher = context.from_cipher_str(ct)
     except (RuntimeError, ValueError, IndexError):
-        raise WireError("bytes that are no ciphertext under the agreed parameters") from None
+        raise WireError("bytes that are not a ciphertext under the agreed parameters") from None
     if cipher.size() != 2 or cipher.is_ntt_form() or cipher.is_transparent():
         raise WireError("expected a ciphertext of two polynomials that hides something")
     return cipher
@@ -191,7 +191,7 @@ def _encryptor(scheme: Scheme, public: bytes) -> Any:
     try:
         return seal.Encryptor(context, context.from_public_str(public))
     except (RuntimeError, ValueError, IndexError):
-        raise WireError("bytes that are no public key under the agreed parameters") from None
+        raise WireError("bytes that are not a public key under the agreed parameters") from None
 
 
 @final

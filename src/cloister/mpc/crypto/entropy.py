@@ -35,7 +35,7 @@ class Entropy:
     def __init__(self, source: Callable[[int], Raw] = os.urandom) -> None:
         if isinstance(getattr(source, "__self__", source), np.random.Generator | np.random.RandomState):
             raise ParameterError(
-                "a NumPy generator is no source of secrets; write Entropy(), or in a test Entropy(Prg(key).bytes)"
+                "a NumPy generator is not a source of secrets; write Entropy(), or in a test Entropy(Prg(key).bytes)"
             )
         self._source = source
 

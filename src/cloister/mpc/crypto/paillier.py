@@ -72,7 +72,9 @@ class PublicKey:
     def check(self, c: int) -> int:
         """Return `c`, or raise unless it is a ciphertext under this key."""
         if not 0 < c < self.n * self.n or math.gcd(c, self.n) != 1:
-            raise ProtocolAbort("paillier", "ciphertext", "malformed", "a number that is no ciphertext under this key")
+            raise ProtocolAbort(
+                "paillier", "ciphertext", "malformed", "a number that is not a ciphertext under this key"
+            )
         return c
 
     def to_bytes(self, c: int) -> bytes:
@@ -111,6 +113,6 @@ class SecretKey:
 def generate(bits: int = LEAST_BITS) -> SecretKey:
     """A fresh key; the primes are OpenSSL's, from the operating system's randomness."""
     if bits < LEAST_BITS:
-        raise ParameterError(f"Paillier keys have at least {LEAST_BITS} bits, asked for {bits}")
+        raise ParameterError(f"Paillier keys have at least {LEAST_BITS} bits, requested {bits}")
     numbers = rsa.generate_private_key(public_exponent=65537, key_size=bits).private_numbers()
     return SecretKey(numbers.p, numbers.q)

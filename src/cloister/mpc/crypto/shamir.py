@@ -39,7 +39,7 @@ def combine(shares: Mapping[int, bytes], threshold: int, length: int = 32) -> by
     points = tuple(sorted(shares))
     check_points(threshold, points)
     if not 0 < length <= MAX_SECRET:
-        raise ParameterError(f"a secret has 1 to {MAX_SECRET} bytes, asked for {length}")
+        raise ParameterError(f"a secret has 1 to {MAX_SECRET} bytes, requested {length}")
     ys = [_element(shares[x], x) for x in points]
     used, rest = points[:threshold], points[threshold:]
     for x, y in zip(rest, ys[threshold:], strict=True):

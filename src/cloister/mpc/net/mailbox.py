@@ -136,7 +136,7 @@ class Mailbox:
                 return
             count = self._waiting[sender]
             if count >= MAX_WAITING or not self._fits(sender, frame.weight):
-                why = f"'{sender}' sent {count} messages that nobody here asks for"
+                why = f"'{sender}' sent {count} messages that no protocol here expects"
                 self._spoil(sender, Failure("channel", "-", "flood", why))
                 return
             self._waiting[sender] = count + 1
@@ -160,7 +160,7 @@ class Mailbox:
     def gone(self, party: Party, why: str) -> None:
         """The transport knows that nothing more can come from `party`."""
         with self._lock:
-            self.failed.setdefault(party, Failure("channel", "-", "lost", f"'{party}' is gone: {why}"))
+            self.failed.setdefault(party, Failure("channel", "-", "lost", f"'{party}' dropped out: {why}"))
         self._wake()
 
     @property

@@ -241,7 +241,7 @@ class Receipt:
             receipt._lock, receipt._journal = threading.Lock(), None
             whole = set(raw) <= PARTS and all(len(r) == len(fields) + 1 for r in raw["entries"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            raise ReceiptError(f"{path} is no Cloister receipt ({type(e).__name__}); give a receipt.json") from None
+            raise ReceiptError(f"{path} is not a Cloister receipt ({type(e).__name__}); give a receipt.json") from None
         if not whole:
             raise ReceiptError(f"{path} was altered: it holds fields that no receipt has")
         if receipt.header.get("format") not in (FORMAT, FORMAT_2):
@@ -256,7 +256,7 @@ class Receipt:
         try:
             previous = _first_hash(self.header)
         except (ValueError, TypeError, RecursionError):
-            raise ReceiptError("the header was altered: it is no text") from None
+            raise ReceiptError("the header was altered: it is not text") from None
         for i, (entry, claimed) in enumerate(self.entries):
             try:
                 previous = _link(previous, entry)
@@ -330,12 +330,12 @@ def compare(a: Receipt, b: Receipt) -> Comparison:
             if entry.name == "channel.Welcome":
                 raise ReceiptError(f"the receipts of '{us}' and '{them}' are of two different runs")
             raise ReceiptError(
-                f"{entry.protocol} {entry.line}: '{us}' and '{them}' were told different things by '{entry.to}' "
+                f"{entry.protocol} {entry.line}: '{us}' and '{them}' received different broadcasts from '{entry.to}' "
                 f"({entry.name}, number {key[2] + 1} in {entry.scope})"
             )
         matched += 1
     if not matched:
-        raise ReceiptError("the two parties were told nothing alike: the receipts are not of one run")
+        raise ReceiptError("the two parties received no common broadcast: the receipts are not of one run")
     ways = [_matched(a, b, us, them), _matched(b, a, them, us)]
     return Comparison(matched, *(sum(counts) for counts in zip(*ways, strict=True)))
 

@@ -69,7 +69,7 @@ def array(dtype: np.dtype[Any]) -> Codec:
         if type(shape) is not list or len(shape) > MAX_DIMS or type(raw) is not bytes:
             raise WireError(f"{at}: expected a shape of at most {MAX_DIMS} axes, and bytes")
         if any(type(n) is not int or n < 0 or n > MAX_FRAME for n in shape):
-            raise WireError(f"{at}: a length in the shape is no size")
+            raise WireError(f"{at}: a length in the shape is not a size")
         if math.prod(shape) * dtype.itemsize != len(raw):
             raise WireError(f"{at}: shape and bytes disagree")
         try:

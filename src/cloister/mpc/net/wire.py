@@ -309,9 +309,9 @@ def unpack(data: bytes) -> Frame:
             max_ext_len=0,
         )
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException):
-        raise WireError("bytes that are no message") from None
+        raise WireError("bytes that are not a message") from None
     if type(whole) is not list or len(whole) != 3 + len(_HEADER):
-        raise WireError("a frame that is no list of nine")
+        raise WireError("a frame that is not a list of nine")
     form, kind, *head, body = whole
     if type(form) is not int or form != FORMAT:
         raise WireError(f"a frame of another format; this is format {FORMAT}: do all sites run one version?")

@@ -144,7 +144,7 @@ def check_confirms(params: Params, ch: Channel, confirms: Mapping[Party, Confirm
     """L6: at least t, me among them, all with my tag, and each signed by the site itself."""
     tags = {c.tag for c in confirms.values()}
     if len(confirms) < quorum(ch, params) or ch.me not in confirms or tags != {mine.tag}:
-        raise ProtocolAbort(NAME, "L6", "split-view", "the sites were told different lists, and hold different seeds")
+        raise ProtocolAbort(NAME, "L6", "split-view", "the sites received different lists, and hold different seeds")
     for v, confirm in confirms.items():
         data = signed_tag(ch.run_id, v, confirm.tag)
         check_signed(ch, v, f"{NAME}/confirm", data, confirm.signature, protocol=NAME, line="L6")

@@ -324,7 +324,7 @@ def order_statistics(params: Params, coarse: U64, chosen: I64, fine: U64, wanted
 def check_counts(z: U64, line: str) -> None:
     """Raise if these cannot be counts: masks that did not cancel leave numbers all over 64 bits."""
     if int(z.max(initial=0)) >= MOST:
-        raise ProtocolAbort(NAME, line, "damaged", "a sum that is no count: a site's message was damaged on its way")
+        raise ProtocolAbort(NAME, line, "damaged", "a sum that is not a count: a site's message was damaged on its way")
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def check_cells(params: Params, chosen: I64) -> None:
 def check_edges(edges: F64) -> None:
     """L4: numbers of the grid that rise."""
     if not np.all(np.isfinite(edges)) or np.any(np.diff(edges) < 0):
-        raise ProtocolAbort(NAME, "L4", "edges", "edges that are no rising numbers")
+        raise ProtocolAbort(NAME, "L4", "edges", "edges that are not rising numbers")
     if np.any(edges < 2.0**LOWEST) or np.any(edges > 2.0**HIGHEST):
         raise ProtocolAbort(NAME, "L4", "edges", "edges where no value can be")
 

@@ -65,7 +65,9 @@ def check_list(me: Party, sites: tuple[Party, ...], before: tuple[Party, ...] | 
     if me not in sites:
         raise ProtocolAbort(NAME, "A1", "dropped", "the coordinator went on without this party")
     if before is not None and not set(sites) < set(before):
-        raise ProtocolAbort(NAME, "A1", "restart", "begun again with others than those left, or though nobody is gone")
+        raise ProtocolAbort(
+            NAME, "A1", "restart", "restarted with parties other than the remaining ones, or without a dropout"
+        )
 
 
 async def lead(ch: Channel, sites: tuple[Party, ...], least: int, step: Step[T]) -> tuple[T, tuple[Party, ...]]:
@@ -102,7 +104,9 @@ async def _first_failure(mine: asyncio.Future[T], reports: Mapping[Party, asynci
             elif not next(iter(found.values())).done:
                 failed = True  # it has lost somebody; who, will show
         if failed and not pending - {mine}:
-            raise PeerLost(NAME, "A2", "lost", "the sites lost each other, but none of them is gone. Start a new run.")
+            raise PeerLost(
+                NAME, "A2", "lost", "the sites lost connection to each other, but none dropped out. Start a new run."
+            )
     return False
 
 

@@ -177,7 +177,7 @@ async def _auditor(ch: Channel, params: Params, book: AuditLog, k: int, entropy:
     for i, got in (await ch.gather(others, Point, t=(REPEATS, k))).items():  # L2
         if got.told != book.digest:
             raise ProtocolAbort(
-                NAME, "L2", "told", f"'{i}' was told something else by '{params.aggregator}' than I was"
+                NAME, "L2", "told", f"'{i}' received something else from '{params.aggregator}' than I was"
             )
         sums = sums + got.t.astype(object)
     if (sums % primes != point(params, seed, book.totals).astype(object)).any():

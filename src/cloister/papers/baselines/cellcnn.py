@@ -88,7 +88,7 @@ class Setting:
 def cellcnn_baselines(
     data: Mapping[str, AnnData], *, seed: int = 0, max_pooling: bool = True, **options: Any
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Tell the classes of donors in the ways that need no protocol.
+    """Classify donors without a federation: at each site alone, and from pooled cells.
 
     Parameters
     ----------

@@ -73,7 +73,7 @@ def mapping_baselines(
     *,
     query: str,
     label_key: str = "cell_type",
-    use_rep: str = "X_pca",
+    use_rep: str = "X_shared_pca",
     n_neighbors: int = 10,
 ) -> dict[str, dict[str, Any]]:
     """Label the query site's cells in the ways that need no protocol, and score them by its own labels.

@@ -134,7 +134,7 @@ def own_bytes(ring: Ring, packed: U8) -> U8:
 def own_distances(ring: Ring, data: U8, n: int, bits: int, line: str, protocol: str = NAME) -> I32:
     H = ring.from_bytes(data, (n, n)).astype(np.int32)
     if (bits < H).any() or (H != H.T).any() or np.diagonal(H).any():
-        raise ProtocolAbort(protocol, line, "malformed", "what a site sent are no distances among its own points")
+        raise ProtocolAbort(protocol, line, "malformed", "what a site sent are not distances among its own points")
     return H
 
 
@@ -153,7 +153,7 @@ async def _open(params: Params, trio: Trio, shared: SharedCodes | None) -> I32 |
         )
         if H is not None and part is not None:
             if (part < 0).any() or (part > params.bits).any():
-                raise ProtocolAbort(NAME, "M3", "malformed", "what was opened are no distances")
+                raise ProtocolAbort(NAME, "M3", "malformed", "what was opened are not distances")
             H[rows, columns] = part
             H[columns, rows] = part.T
     return H

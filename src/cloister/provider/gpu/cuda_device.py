@@ -39,7 +39,7 @@ def why_not() -> str | None:
 def check() -> None:
     """Raise unless there is a card."""
     if reason := why_not():
-        raise ParameterError(f"a graphics card was asked for, but {reason}")
+        raise ParameterError(f"a GPU was requested, but {reason}")
 
 
 def name() -> str:
@@ -129,5 +129,5 @@ def empty(*shape: int) -> Tensor:
     try:
         return torch.empty(shape, dtype=torch.int32, device=DEVICE)
     except torch.OutOfMemoryError:
-        full = "the graphics card's memory is full; use device = 'cpu', or let fewer owners ask at a time"
+        full = "the GPU's memory is full; use device = 'cpu', or let fewer owners query at a time"
         raise ParameterError(full) from None

@@ -19,7 +19,7 @@ def check(device: Device) -> None:
 
 
 def evaluator(device: Device, params: Parameters, b: U32, seed: bytes) -> Any:
-    """A `scheme.Evaluator`, or its like on a card."""
+    """A `scheme.Evaluator`, or its like on a GPU."""
     check(device)
     if device == "cpu":
         return scheme.Evaluator(params, b, seed)

@@ -149,7 +149,7 @@ class Evaluator:
         n, px, k, degree = x.shape
         py = y.shape[1]
         if (px, py) not in TENSORS or y.shape != (n, py, k, degree):
-            raise ParameterError(f"there is no product of {tuple(x.shape)} and {tuple(y.shape)} on a card")
+            raise ParameterError(f"there is no product of {tuple(x.shape)} and {tuple(y.shape)} on a GPU")
         out, count = cuda_device.empty(n, px + py - 1, k, degree), n * k * degree
         self._kernels.each(f"tensor_{px}_{py}", count, out, x, y, self._known, k, wide(count))
         return out

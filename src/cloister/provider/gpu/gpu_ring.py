@@ -268,7 +268,7 @@ class CardRing:
         wrong = cuda_device.empty(1).zero_()
         self.kernels.each("loosen", out.numel(), out, words, wrong, self.params.bits, self.known, k, wide(out.numel()))
         if wrong.item():
-            raise ParameterError("numbers that are no residues of the agreed primes")
+            raise ParameterError("numbers that are not residues of the agreed primes")
         return out
 
 

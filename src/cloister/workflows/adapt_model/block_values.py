@@ -22,7 +22,7 @@ from cloister.mpc.crypto.owner_ckks.scheme import Opening, Parameters, opening
 
 AT_ONCE = 32  # ciphertexts that a refresh makes at once, at least
 
-Cts: TypeAlias = Any  # `scheme.Cts`, or their like on a card
+Cts: TypeAlias = Any  # `scheme.Cts`, or their like on a GPU
 Recipe = Callable[[Sequence[int], int], Cts]  # numbers of ciphertexts, primes
 Refresh = Callable[[list[tuple[Opening, Any]]], Awaitable[list[Any]]]  # openings with their recipes → recipes
 
@@ -81,7 +81,7 @@ class Recipes:
         return self._ev is None
 
     @property
-    def ev(self) -> Any:  # scheme.Evaluator, or its like on a card
+    def ev(self) -> Any:  # scheme.Evaluator, or its like on a GPU
         if self._ev is None:
             raise ParameterError("there is nothing to compute where we only count")
         return self._ev

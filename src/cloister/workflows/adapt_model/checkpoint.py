@@ -56,7 +56,9 @@ def unpacked(path: Path, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
         if meta["format"] != FORMAT:
             raise ValueError
     except Exception as e:  # every way in which a file can be wrong
-        raise DataError(f"{path} is no file of {what} ({type(e).__name__}); remove it and ask again") from None
+        raise DataError(
+            f"{path} is not a file of {what} ({type(e).__name__}); remove it and run the inference again"
+        ) from None
     return meta, arrays
 
 
@@ -82,7 +84,7 @@ class Taps:
         if meta.get("about") != about:
             raise DataError(
                 f"{path} holds taps of other samples, of another model or of another mode; name another folder. If "
-                "only the provider's card has changed, ask why first: samples that are lost would be asked about anew"
+                "only the provider's model metadata changed, find out why first: lost samples would be queried again"
             )
         try:
             key = (
@@ -93,7 +95,7 @@ class Taps:
             taps = arrays.get("taps", np.zeros(0))
             return cls(path, about, [taps] if len(taps) else [], key)
         except (KeyError, ValueError):
-            raise DataError(f"{path} is no file of taps; remove it and ask again") from None
+            raise DataError(f"{path} is not a file of taps; remove it and run the inference again") from None
 
     @property
     def count(self) -> int:
@@ -216,7 +218,7 @@ class Answers:
         if batches == found.left - 1:
             found.start(batches)  # it has read the batch that was at hand
         elif batches != found.left:
-            what = f"'{who}' asks for {batches} batches under a key that has {found.left} left; ask under a new one"
+            what = f"'{who}' requests {batches} batches under a key that has {found.left} left; ask under a new one"
             raise ProtocolAbort(NAME, "L1", "state", what)
         return found, 0
 

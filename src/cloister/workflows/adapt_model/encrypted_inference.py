@@ -193,7 +193,7 @@ async def ask_with_one_key(
     done = (await side.ch.recv(params.provider, Start)).block  # L1
     if begun and done == NO_MORE:
         kept.forget()
-        what = "the provider cannot take up the key of the earlier run; start again, and the rest is asked for anew"
+        what = "the provider cannot resume with the key of the earlier run; start again to query the remaining samples"
         raise ProtocolAbort(NAME, "L1", "state", what)
     check_start(done, params.shape.depth if begun and count else 0)
     if count:

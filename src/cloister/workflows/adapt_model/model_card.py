@@ -79,7 +79,9 @@ def read(text: bytes) -> Announcement:
         if announced.card.get("kind") not in KINDS:
             raise ParameterError("unknown kind of input")
     except (CloisterError, ValueError, TypeError, KeyError) as e:
-        raise ProtocolAbort(NAME, "L1", "malformed", f"the card cannot be read ({type(e).__name__})") from None
+        raise ProtocolAbort(
+            NAME, "L1", "malformed", f"the model metadata cannot be read ({type(e).__name__})"
+        ) from None
     return announced
 
 

@@ -49,7 +49,7 @@ from cloister.workflows.adapt_model.training import (
 from cloister.workflows.fine_tune import checked_training
 from cloister.workflows.fine_tune.training_parts import Trained
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import option
+from cloister.workflows.options import PAPER, option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -63,45 +63,60 @@ FEW = 20  # labelled samples of a site per unit of noise, as in fine-tune
 @dataclass(frozen=True)
 class Options:
     model: str = option("model.npz", "file of the provider's model, at the coordinator")
-    label_key: str = option("cell_type", "column of obs with the labels; NaN where there is none")
-    labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
-    ring: Literal["small", "standard"] = option("standard", "lattice: small models only, or any")
-    budget: int = option(65536, "samples that a site may ask about, over all runs")
-    ledger: str | None = option(None, "file in which the provider counts them; if none, beside the model's")
-    device: Literal["cpu", "gpu"] = option("cpu", "where the provider computes: its CPU, or its NVIDIA card")
-    stage: Literal["both", "ask", "train"] = option("both", "only ask and keep taps; or train on kept ones")
-    taps: str | None = option(None, "folder in which every party keeps its part of asking; a broken one goes on")
+    label_key: str = option("cell_type", "column of obs with the labels, NaN where missing")
+    labels: tuple[str, ...] = option((), "complete list of label names; if empty, the sites' names are collected")
+    ring: Literal["small", "standard"] = option(
+        "standard", "lattice parameters: small for small models only, standard for all"
+    )
+    budget: int = option(65536, "number of samples that a site may query over all runs")
+    ledger: str | None = option(
+        None, "file of the provider with the number of queried samples; by default beside the model"
+    )
+    device: Literal["cpu", "gpu"] = option("cpu", "device of the provider's computation: CPU or NVIDIA GPU")
+    stage: Literal["both", "ask", "train"] = option(
+        "both", "part of the run: encrypted inference (ask), training on stored taps (train), or both"
+    )
+    taps: str | None = option(
+        None, "folder in which every party stores its part of the inference; an interrupted one resumes"
+    )
     bottleneck: int = option(8, "width of the adapter; 0 for linear probing")
-    alpha: float = option(1.0, "how much the adapter counts beside the taps")
-    rounds: int = option(40, "rounds of training")
-    clients_per_round: int = option(0, "sites that train in a round; 0 for all, as always in hardened mode")
+    alpha: float = option(1.0, "scale of the adapter relative to the taps")
+    rounds: int = option(40, "number of rounds")
+    clients_per_round: int = option(0, "number of sites that train per round; 0 for all", modes=PAPER)
     local_epochs: int = option(
-        0, "passes over a site's samples in a round, each one opened step in hardened mode; 0 for 1 there, else 2"
+        0, "passes over a site's samples per round; in hardened mode each is one opened step; 0 for 1 there, else 2"
     )
-    batch_size: int = option(32, "samples a step; in hardened mode every step takes all samples")
-    lr: float = option(0.0, "learning rate; 0 for 0.03 in hardened mode and 0.05 in published mode (adam: 0.01)")
-    schedule: Literal["constant", "cosine", "step"] = option("constant", "of the learning rate over the rounds")
-    decay: float = option(0.1, "factor of the rate at each step")
-    decay_at: tuple[int, ...] = option((), "after how many rounds the rate goes down a step, for schedule step")
+    batch_size: int = option(32, "samples per step; hardened mode always takes all samples")
+    lr: float = option(0.0, "learning rate; 0 for 0.03 in hardened mode, and 0.05 in published mode (adam: 0.01)")
+    schedule: Literal["constant", "cosine", "step"] = option("constant", "learning-rate schedule over the rounds")
+    decay: float = option(0.1, "factor of the learning rate at each step, with schedule=step")
+    decay_at: tuple[int, ...] = option((), "rounds after which the learning rate is reduced, with schedule=step")
     optimizer: Literal["auto", "adam", "sgd"] = option(
-        "auto", "adam in hardened mode; in published mode sgd, since local adam is worse if sites have different labels"
+        "auto", "optimiser; auto takes sgd, since local adam is worse if sites have different labels", modes=PAPER
     )
-    momentum: float = option(0.9, "of sgd")
-    validation: float = option(0.1, "share of each label's samples kept for validation")
+    momentum: float = option(0.9, "momentum of sgd", modes=PAPER)
+    validation: float = option(0.1, "fraction of each label's samples held out for validation")
     metric: Literal["accuracy", "balanced_accuracy", "macro_f1", "loss"] = option(
-        "accuracy", "that chooses the best round; balanced: every label counts alike"
+        "accuracy", "validation score that chooses the best round"
     )
-    patience: int = option(0, "rounds without a better one, after which training stops; 0 for never")
-    permutation: Literal["once", "round"] = option("once", "published mode: ask again with a new order for every round")
-    donor_key: str | None = option(None, "column of obs with the donor; noise then protects donors instead of samples")
+    patience: int = option(0, "rounds without improvement before training stops; 0 for never")
+    permutation: Literal["once", "round"] = option(
+        "once", "order of the samples: drawn once, or anew for every round", modes=PAPER
+    )
+    donor_key: str | None = option(
+        None, "column of obs with donor names; noise then protects donors instead of samples"
+    )
     dp_noise: float | None = option(
-        None, "hardened mode: noise multiplier of differential privacy, 5 by default; 0 needs the consent of every site"
+        None,
+        "noise multiplier of differential privacy in hardened mode, 5 by default; 0 needs the consent of every site",
     )
-    dp_clip: float = option(1.0, "norm that the gradient of a sample is clipped to")
+    dp_clip: float = option(1.0, "largest norm of a sample's gradient")
     dp_delta: float = option(1e-5, "delta of differential privacy")
-    min_cells: int = option(10, "hardened mode: fewest own samples that a site's part of an opened sum may be based on")
-    min_donors: int = option(3, "fewest own donors, with donor_key")
-    key_added: str = option("predicted", "column of obs with the model's labels")
+    min_cells: int = option(
+        10, "minimum number of a site's own samples behind its part of an opened sum, hardened mode"
+    )
+    min_donors: int = option(3, "minimum number of a site's own donors behind it; needs donor_key")
+    key_added: str = option("predicted", "column of obs for the model's labels")
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
@@ -111,9 +126,9 @@ class Options:
         if self.budget < 1 or self.bottleneck < 0:
             raise ParameterError("options 'budget' and 'bottleneck' cannot be negative, and 'budget' not 0")
         if self.stage != "both" and self.taps is None:
-            raise ParameterError(f"stage '{self.stage}' needs taps= with the folder in which taps are kept")
+            raise ParameterError(f"stage '{self.stage}' needs taps= with the folder of stored taps")
         if self.permutation == "round" and self.taps is not None:
-            raise ParameterError("permutation 'round' asks anew for every round, so there are no taps to keep")
+            raise ParameterError("permutation 'round' queries again in every round, so there are no taps to store")
         if not 0 <= self.momentum < 1 or not 0 < self.decay <= 1 or not self.alpha > 0:
             raise ParameterError("option 'momentum' must be in [0, 1), 'decay' in (0, 1], 'alpha' above 0")
         if self.local_epochs < 0 or self.lr < 0:
@@ -125,7 +140,7 @@ class Options:
 
 
 def adapt_model(adata: AnnData, session: Session | RemoteSession) -> Adapted:
-    """Train an adapter and a head on features of a model that its provider keeps, together with the other sites.
+    """Train an adapter and a head on taps of a provider's hidden model, together with the other sites.
 
     Parameters
     ----------
@@ -137,7 +152,7 @@ def adapt_model(adata: AnnData, session: Session | RemoteSession) -> Adapted:
     Returns
     -------
     The adapter and head (`Adapted`). Sets `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]`,
-    `adata.obsm[f"{key_added}_features"]` (what the model told of each sample) and `adata.uns[key_added]`. Samples on
+    `adata.obsm[f"{key_added}_features"]` (the taps of each sample) and `adata.uns[key_added]`. Samples on
     which the model left its intervals have no label, and NaN as features; the result names them (`left_out`).
     """
     _, outcome = WORKFLOW.at_site(adata, session)
@@ -176,7 +191,7 @@ def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     if options.stage != "ask":
         check_classes(session, options, present(adata, options))
     if kept is not None and options.stage == "train":
-        session.note("used", f"taps of {kept.count} samples, asked in an earlier run")
+        session.note("used", f"taps of {kept.count} samples, queried in an earlier run")
         taps = all_taps(session, told, inputs, kept)
     else:
         taps = ask(session, options, told, inputs, kept)
@@ -249,7 +264,7 @@ def summary(told: model_card.Announcement, trained: Trained, parameters: int, sa
 
 def check(adata: AnnData, options: Any) -> list[str]:
     """Raise `DataError` if these samples cannot take part; return what the user should know."""
-    notes = ["the model's owner bounds how many samples you may ask about; every sample asked counts"]
+    notes = ["the provider limits the number of samples that a site may query; every query counts"]
     if options.stage == "ask":
         cells.check_cells(adata, need_names=False)
         return notes
@@ -333,7 +348,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="adapt-model",
-    summary="Adapt a provider's encoder to the sites' labels; neither side sees the other's.",
+    summary="Adapt a provider's hidden encoder to the sites' labels; the provider sees no sample.",
     options=Options,
     modes=modes_of("adapt-model"),
     site=site,

@@ -28,15 +28,17 @@ MAX_BINS = 1024
 
 @dataclass(frozen=True)
 class Options:
-    n_bins: int = option(51, "bins, the zero bin included (51 as in scGPT)")
+    n_bins: int = option(51, "number of bins, including the zero bin; scGPT uses 51")
     layer: str | None = option(None, "layer to bin; X by default")
-    key_added: str = option("binned", "name of the layer that is written")
-    min_values: int = option(200, "least number of non-zero values a site must hold")
-    donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
+    key_added: str = option("binned", "name of the layer for the result")
+    min_values: int = option(200, "minimum number of non-zero values at a site")
+    donor_key: str | None = option(None, "column of obs with donor names; without it, thresholds count cells only")
     min_donors: int = option(
-        3, "where donor_key is given: least number of a site's own donors behind each of its counts", opens=True
+        3, "minimum number of a site's own donors behind each of its counts; needs donor_key", opens=True
     )
-    min_count: int = option(10, "hardened: least number of a site's own values behind each of its counts", opens=True)
+    min_count: int = option(
+        10, "minimum number of a site's own values behind each of its counts, hardened mode", opens=True
+    )
 
     def __post_init__(self) -> None:
         if not 3 <= self.n_bins <= MAX_BINS:
@@ -68,8 +70,8 @@ def bin_values(adata: AnnData, session: Session | RemoteSession, *, copy: bool =
 
     `adata.layers[key_added]` : integer matrix
         0 for zeros, 1 … n_bins - 1 for the others; as sparse as the input. The edges are `n_bins - 1` quantiles of the
-        non-zero values of all sites, each value moved to the mean of a run of `min_count` neighbouring values of its
-        site, of `min_donors` donors where they are named. A value that several edges are equal to goes to one of their
+        non-zero values of all sites. Each value is first replaced by the mean of `min_count` neighbouring values of its
+        site, from `min_donors` donors where named. A value that several edges are equal to goes to one of their
         bins at random, as in scGPT.
     `adata.uns["cloister"]["bin_edges"]` : array
         The shared edges.

@@ -87,7 +87,7 @@ def split(names: bytes, line: str) -> list[str]:
     try:
         return names.decode().split("\n") if names else []
     except UnicodeDecodeError:
-        raise ProtocolAbort(NAME, line, "malformed", "gene names that are no text") from None
+        raise ProtocolAbort(NAME, line, "malformed", "gene names that are not text") from None
 
 
 async def site(ch: Channel, params: Params, kind: str, names: list[str]) -> Agreed:

@@ -53,7 +53,7 @@ class Ledger:
             self.used = {str(k): int(v) for k, v in kept.items()}
         except Exception:  # every way in which a file can be wrong
             raise DataError(
-                f"{self.path} is no ledger of queries; put it right: without it all budgets begin anew"
+                f"{self.path} is not a ledger of queries; repair it: without it all budgets start from zero"
             ) from None
 
     def admit(self, owner: Party, samples: int, budget: int) -> None:
@@ -74,7 +74,7 @@ class Ledger:
             who = entries_of(self.keys, owner)
             total = total_of(self.used, who) + (0 if again else samples)
             if total > budget:
-                asked = f"'{owner}' has asked for {total} samples, its budget is {budget}"
+                asked = f"'{owner}' has requested {total} samples, its budget is {budget}"
                 raise ProtocolAbort(PROTOCOL, "L1", "budget", asked)
             others = {u: one for u, one in self.begun.items() if u != owner}
             mine = {owner: (receipt, samples)} if samples and receipt else {}

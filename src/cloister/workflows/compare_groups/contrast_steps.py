@@ -101,7 +101,7 @@ def why_too_few(params: Params, donors: I64, sites: F64) -> str:
         if n < params.min_donors:
             return f"{n} donors of '{name}' at sites that have enough of them; {params.min_donors} are needed"
         if at < 2:
-            return f"all donors of '{name}' are at one site: the group cannot be told from the site"
+            return f"all donors of '{name}' are at one site: group and site cannot be separated"
     return ""
 
 
@@ -260,7 +260,7 @@ def why_confounded(t: Table, xx: F64) -> str:
         return f"'{flat[0]}' and another group are together {where}: what differs may as well be the {t.params.block}"
     if flat:
         return f"'{flat[0]}' differs {where}; leave this covariate out"
-    return f"groups and covariates ({', '.join(t.columns)}) cannot be told apart: the design has too low a rank"
+    return f"groups and covariates ({', '.join(t.columns)}) cannot be separated: the design has too low a rank"
 
 
 def weighted_shapes(t: Table) -> Shapes:

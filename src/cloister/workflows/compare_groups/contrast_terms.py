@@ -241,7 +241,7 @@ def check_site(params: Params, mine: Donors) -> None:
         raise DataError("a sample is one donor's cells of one group; add those of the same donor and group up")
     if params.block != "donor" and len(set(mine.donor.tolist())) != n:
         raise DataError(
-            "some donors have cells in several groups, which are no independent samples; "
+            "some donors have cells in several groups, which are not independent samples; "
             "pass block='donor' to compare them within donors"
         )
     for bulk in mine.bulks.values():

@@ -32,30 +32,33 @@ VERSUS = " vs "
 
 @dataclass(frozen=True)
 class Options:
-    groups: tuple[str, ...] = option(help="groups to compare, the reference first")
-    donor_key: str = option(help="column of obs that names each cell's donor")
-    group_key: str = option("condition", "column of obs that names each cell's group")
+    groups: tuple[str, ...] = option(help="names of the groups to compare, the reference group first")
+    donor_key: str = option(help="column of obs with donor names")
+    group_key: str = option("condition", "column of obs with the group of each cell's donor")
     label_key: str | None = option(
-        None, "column of obs with cell types: a table for each, and their shares; without it, one table of all cells"
+        None,
+        "column of obs with cell types, for one table per type and their fractions; without it, one table of all cells",
     )
-    compare: Literal["both", "expression", "composition"] = option("both", "genes, shares of cell types, or both")
-    contrasts: tuple[str, ...] = option((), "comparisons 'A vs B'; every other group against the first if none")
-    covariates: tuple[str, ...] = option((), "further columns of obs in the design: numbers, or names")
+    compare: Literal["both", "expression", "composition"] = option(
+        "both", "quantity to compare: gene expression, fractions of cell types, or both"
+    )
+    contrasts: tuple[str, ...] = option((), "comparisons 'A vs B'; by default every group against the first")
+    covariates: tuple[str, ...] = option((), "further columns of obs in the design, numeric or categorical")
     block: Literal["site", "donor", "none"] = option(
-        "site", "a level of its own for every site; for every donor (paired groups); for none"
+        "site", "blocking factor: one level per site, one per donor (paired groups), or none"
     )
-    labels: tuple[str, ...] = option((), "all names of cell types; if none, the sites' names are collected")
-    layer: str | None = option(None, "layer that holds the counts; X by default")
+    labels: tuple[str, ...] = option((), "complete list of cell types; if empty, the sites' names are collected")
+    layer: str | None = option(None, "layer with the counts; X by default")
     names: Literal["index", "symbol", "ensembl"] = option(
-        "index", "gene names to match by: as they stand, or symbols or Ensembl ids from var"
+        "index", "gene names to match by: var_names, or symbols or Ensembl ids from var"
     )
-    normalise: Literal["rle", "library"] = option("rle", "size factors (median ratios), or library sizes alone")
-    transform: Literal["logit", "asin"] = option("logit", "scale on which shares of cell types are compared")
-    min_cells: int = option(10, "smallest number of cells of a donor and type that are added up")
-    min_count: float = option(10.0, "counts that show a gene in a donor of mean size; enough donors have to show it")
-    min_donors: int = option(3, "smallest number of a site's own donors behind any opened number", opens=True)
-    fdr: float = option(0.05, "false discovery rate below which the report calls a difference one")
-    key_added: str = option("groups", "name in uns")
+    min_cells: int = option(10, "minimum number of cells per donor and cell type")
+    min_count: float = option(
+        10.0, "minimum count of a gene in a donor of mean library size; enough donors must reach it"
+    )
+    min_donors: int = option(3, "minimum number of a site's own donors behind any opened number", opens=True)
+    fdr: float = option(0.05, "false discovery rate below which the report marks a difference")
+    key_added: str = option("groups", "key of uns for the result")
 
     def __post_init__(self) -> None:
         if len(self.groups) < 2 or len(set(self.groups)) != len(self.groups):
@@ -155,8 +158,8 @@ def params_of(sites: tuple[Party, ...], coordinator: Party, options: Options) ->
         () if options.label_key is None else options.labels or None,
         options.expression,
         options.composition,
-        options.normalise,
-        options.transform,
+        "rle",
+        "logit",
         options.min_donors,
         options.min_count,
     )
@@ -264,7 +267,7 @@ def check_samples(adata: AnnData, options: Options, samples: Samples) -> None:
     twice = len(set(samples.donor.tolist())) < len(samples.donor)
     if twice and options.block != "donor":
         raise DataError(
-            "some donors have cells in several groups, which are no independent samples; "
+            "some donors have cells in several groups, which are not independent samples; "
             "pass block='donor' to compare them within donors"
         )
     if not twice and options.block == "donor":
@@ -362,4 +365,5 @@ WORKFLOW = Workflow(
     figures=figures,
     reads=lambda options, site: ("layer", "donor_key", "group_key", "label_key"),
     writes=("uns[{key_added!r}]",),
+    retired={"normalise": "size factors are median ratios", "transform": "fractions are compared as logits"},
 )

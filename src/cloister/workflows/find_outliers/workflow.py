@@ -20,12 +20,12 @@ from cloister.workflows.find_outliers import counted_forest
 from cloister.workflows.find_outliers.figures import figures, plot_values
 from cloister.workflows.modes import modes_of
 from cloister.workflows.one_space import agree_on_space
-from cloister.workflows.options import check_min_donors, option
+from cloister.workflows.options import PAPER, check_min_donors, option
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
-SAMPLE, PAPER = 512, 256  # rows of a tree; twice as many make up for ranges that leave out the outermost rows
+SAMPLE, SMALL = 512, 256  # rows of a tree; twice as many make up for ranges that leave out the outermost rows
 SHARE = 0.05  # contamination where neither it nor a threshold is given
 KEY = "outlier"
 LEAST, MANY = 5, 3.0  # flags on one label from which it is warned: so many, and so many times the share of all rows
@@ -35,35 +35,48 @@ LEAST, MANY = 5, 3.0  # flags on one label from which it is warned: so many, and
 class Options:
     use_rep: str | None = option(None, "key of obsm to use instead of X")
     layer: str | None = option(None, "layer to use instead of X")
-    trees: int = option(100, "trees of a forest")
+    trees: int = option(100, "number of trees per forest")
     sample: int | None = option(
-        None, f"rows that grow a tree: {SAMPLE}, but above {PAPER} at most half of all rows; published: {PAPER}"
+        None,
+        f"number of rows per tree; by default {SAMPLE}, above {SMALL} at most half of all rows; published: {SMALL}",
     )
-    forest: Literal["standard", "extended"] = option("standard", "splits along columns, or along random directions")
-    extension: int | None = option(None, "extended: columns in a direction, less one; all by default")
-    repeats: int = option(1, "forests that vote; the score is their mean")
-    contamination: float | None = option(None, f"share of all rows to flag; {SHARE} if no threshold is given")
-    threshold: float | None = option(None, "flag rows that score at least this, instead of a share")
-    impute: Literal["refuse", "mean"] = option("refuse", "what to do about missing values")
-    drop: bool = option(default=False, help="leave the flagged rows out of what is written")
-    min_cells: int = option(10, "hardened: least number of a site's own rows behind each of its answers", opens=True)
-    min_count: int | None = option(None, "earlier name of min_cells; the larger of both holds")
-    donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
+    forest: Literal["standard", "extended"] = option(
+        "standard", "direction of splits: along columns (standard) or along random directions (extended)"
+    )
+    extension: int | None = option(
+        None, "extended forest: number of columns per direction, less one; all columns by default"
+    )
+    repeats: int = option(1, "number of forests; the score is their mean")
+    contamination: float | None = option(None, f"fraction of all rows to flag; {SHARE} if no threshold is given")
+    threshold: float | None = option(None, "minimum score of a flagged row, instead of a fraction")
+    impute: Literal["refuse", "mean"] = option(
+        "refuse", "treatment of missing values: refuse them, or fill in the column's mean"
+    )
+    min_cells: int = option(
+        10, "minimum number of a site's own rows behind each of its answers, hardened mode", opens=True
+    )
+    donor_key: str | None = option(None, "column of obs with donor names; without it, thresholds count cells only")
     min_donors: int = option(
-        3, "where donor_key is given: least number of a site's own donors behind each of its answers", opens=True
+        3, "minimum number of a site's own donors behind each of its answers; needs donor_key", opens=True
     )
-    give: Literal["scores", "flags", "regions"] = option("scores", "published: what the principal server hands out")
-    stretch: float = option(10.0, "published: T, the largest stretch of an axis")
+    give: Literal["scores", "flags", "regions"] = option(
+        "scores", "result that the principal server sends to sites", modes=PAPER
+    )
+    stretch: float = option(10.0, "largest stretch T of an axis by the mask", modes=PAPER)
     standardise: bool = option(
-        default=False, help="published: bring columns to one scale first, as hardened always does"
+        default=False, help="bring columns to one scale first, as hardened mode always does", modes=PAPER
     )
-    thin: float = option(0.0, "published: share of plain inliers that is not sent at all")
-    thin_below: float = option(0.5, "published: rows in this lower part of the site's own scores are plain inliers")
-    smote: float = option(0.0, "published: made-up inliers that are sent along, as a share of the rows")
+    thin: float = option(0.0, "fraction of plain inliers that a site does not send", modes=PAPER)
+    thin_below: float = option(
+        0.5, "fraction of the site's lowest local scores that count as plain inliers", modes=PAPER
+    )
+    smote: float = option(0.0, "number of synthetic inliers that a site adds, as a fraction of its rows", modes=PAPER)
 
-    key_bits: int = option(3072, "published: bits of the Paillier keys")
-    bound: float = option(float(2**30), "published: the largest value that a masked row may have")
-    label_key: str | None = option(None, "column of obs with labels; it is said where flags fall on one of them")
+    key_bits: int = option(3072, "size of the Paillier keys, in bits", modes=PAPER)
+    bound: float = option(float(2**30), "largest absolute value of a masked row", modes=PAPER)
+    label_key: str | None = option(
+        None, "column of obs with labels; a warning is printed if flags concentrate on one label"
+    )
 
     def __post_init__(self) -> None:
         if self.use_rep is not None and self.layer is not None:
@@ -71,7 +84,7 @@ class Options:
         if self.contamination is not None and self.threshold is not None:
             raise ParameterError("give either 'contamination' or 'threshold', not both")
         ranges = (("trees", 1, 2000), ("sample", 8, 65536), ("repeats", 1, 25), ("min_cells", 2, 1000))
-        for name, low, high in (*ranges, ("min_count", 1, 1000)):
+        for name, low, high in ranges:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ParameterError(f"option '{name}' must be from {low} to {high}, found {value}")
@@ -92,11 +105,6 @@ class Options:
             raise ParameterError(f"option 'key_bits' must be a multiple of 8 from 3072 to 8192, found {self.key_bits}")
         if not 1 <= self.bound <= 2**50:
             raise ParameterError(f"option 'bound' must be from 1 to 2^50, found {self.bound:g}")
-
-    @property
-    def least(self) -> int:
-        """Rows behind each answer of a site."""
-        return max(self.min_cells, self.min_count or 0)
 
     @property
     def share(self) -> float | None:
@@ -121,7 +129,7 @@ def find_outliers(adata: AnnData, session: Session | RemoteSession, *, copy: boo
         Isolation score in (0, 1), higher = more isolated. Not set where the published mode hands out flags or regions
         only, and missing for rows that `thin` kept back.
     `adata.obs["outlier"]` : bool
-        Whether the row is flagged. With `drop=True` flagged rows are removed.
+        Whether the row is flagged.
     `adata.uns["cloister"]["outlier_cut"]` : float
         The score from which rows are flagged (mean over repeats).
     `adata.uns["cloister"]["outlier_everyone"]` : array
@@ -153,11 +161,6 @@ def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     if cut is not None:
         result["cut"] = float(cut)
     result |= by_label(adata, flags, options)
-    if options.drop:
-        store[f"{KEY}_dropped"] = int(flags.sum())
-        if flags.all():
-            raise DataError("every row is flagged, so nothing would be left; raise the threshold, or leave drop out")
-        adata._inplace_subset_obs(~flags)
     return Outcome(adata, result)
 
 
@@ -181,7 +184,7 @@ def _counted(
     session: Session, options: Options, adata: AnnData, names: list[str], X: F64
 ) -> tuple[F64, Bits, float | None, F64]:
     donor = None if options.donor_key is None else cells.donor_codes(adata, options.donor_key)
-    own = session.thresholds(min_cells=options.least, min_donors=options.min_donors)
+    own = session.thresholds(min_cells=options.min_cells, min_donors=options.min_donors)
     params, kind = hardened_params(session, options), _kind(adata, options)
     found = session.run(counted_forest.site, params, kind, names, X, donor, own)
     cuts = found.cuts if found.cuts is not None else np.full(options.repeats, float(options.threshold or 0.0))
@@ -241,7 +244,7 @@ def hardened_params(session: Session, options: Options) -> counted_forest.Params
         sample=SAMPLE if options.sample is None else options.sample,
         forest=options.forest,
         extension=options.extension,
-        min_cells=options.least,
+        min_cells=options.min_cells,
         min_donors=options.min_donors,
         by_donor=options.donor_key is not None,
         repeats=options.repeats,
@@ -255,7 +258,7 @@ def published_params(session: Session, options: Options) -> masked_forest.Params
         session.coordinator,
         session.study.auxiliaries[0],
         trees=options.trees,
-        sample=PAPER if options.sample is None else options.sample,
+        sample=SMALL if options.sample is None else options.sample,
         forest=options.forest,
         extension=options.extension,
         stretch=options.stretch,
@@ -308,9 +311,9 @@ def _kind(adata: AnnData, options: Options) -> str:
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these rows cannot be scored; return what the user should know."""
     cells.check_donors(adata, options.donor_key, options.min_donors)
-    if adata.n_obs < options.least:
+    if adata.n_obs < options.min_cells:
         raise DataError(
-            f"{adata.n_obs} rows, fewer than min_cells = {options.least}: sums over so few come close to single "
+            f"{adata.n_obs} rows, fewer than min_cells = {options.min_cells}: sums over so few come close to single "
             "rows; leave this site out of the study"
         )
     if options.label_key is not None and options.label_key not in adata.obs:
@@ -334,11 +337,11 @@ def check(adata: AnnData, options: Options) -> list[str]:
             f"{len(flat)} columns have one value here ({', '.join(map(repr, flat[:3]))}): they isolate nothing"
         )
     if len(X) < X.shape[1]:
-        notes.append(f"{len(X)} rows and {X.shape[1]} columns: few rows for so many; consider use_rep=")
+        notes.append(f"{len(X)} rows and {X.shape[1]} columns: few rows for this number of columns; consider use_rep=")
     if missing:
         notes.append(f"{missing} missing values are taken as the column's mean")
-    if options.least < 5:
-        notes.append(f"min_cells={options.least}: answers about so few rows come close to single rows")
+    if options.min_cells < 5:
+        notes.append(f"min_cells={options.min_cells}: answers about so few rows come close to single rows")
     return notes
 
 
@@ -353,4 +356,8 @@ WORKFLOW = Workflow(
     check=check,
     writes=("obs['outlier']", "obs['outlier_score']"),
     figures=figures,
+    retired={
+        "drop": "select rows afterwards: adata[~adata.obs['outlier']]",
+        "min_count": "it is called min_cells",
+    },
 )

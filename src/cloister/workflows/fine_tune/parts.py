@@ -155,7 +155,7 @@ class FileStore:
                 bytes.fromhex(meta["digest"]), int(meta["t"]), theta, best, int(meta["best_at"]), score, meta["history"]
             )
         except Exception as e:  # every way in which a file can be wrong
-            raise DataError(f"{self.path} is no checkpoint of fine-tune ({type(e).__name__}); remove it") from None
+            raise DataError(f"{self.path} is not a checkpoint of fine-tune ({type(e).__name__}); remove it") from None
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:

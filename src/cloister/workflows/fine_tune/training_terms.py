@@ -256,7 +256,7 @@ def check_task(
 def check_weights(params: Params, theta: F32, digest: bytes, t: int, size: int, line: str) -> None:
     """L5, L10: the θ that all were told of, of the agreed size, and no further away than t updates reach."""
     if len(theta) != size or wire.digest("theta", theta) != digest:
-        raise ProtocolAbort(NAME, line, "weights", "another model than the one that all sites were told of")
+        raise ProtocolAbort(NAME, line, "weights", "another model than the one that all sites received")
     most = MOST_SHARE if params.weighting == "cells" else 1.0
     reach = (t + 1e-3) * params.code(params.min_clients).bound * most
     if not np.all(np.abs(theta) <= reach):  # nor is NaN

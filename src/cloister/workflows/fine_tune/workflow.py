@@ -24,7 +24,7 @@ from cloister.workflows.fine_tune.pseudo_labels import Pseudo
 from cloister.workflows.fine_tune.training_parts import Offer, Trained
 from cloister.workflows.fine_tune.training_terms import Params
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import option, privacy_budget
+from cloister.workflows.options import PAPER, option, privacy_budget
 from cloister.workflows.saved_models import load_model
 
 if TYPE_CHECKING:
@@ -44,79 +44,92 @@ MIN_SCORED = 100  # validation cells: an accuracy of 0.9 is then known to 0.03; 
 
 @dataclass(frozen=True)
 class Options:
-    label_key: str = option("cell_type", "column of obs with the labels; NaN where there is none")
-    model: Literal["mlp", "scgpt", "cnn", "resnet", "vit"] = option("mlp", "what is trained")
-    use_rep: str | None = option("X_pca", "embedding in obsm that an MLP takes in; X if none")
-    labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
-    rounds: int = option(20, "rounds of averaging")
-    clients_per_round: int = option(0, "sites that train in a round; 0 for all, as always in hardened mode")
+    label_key: str = option("cell_type", "column of obs with the labels, NaN where missing")
+    model: Literal["mlp", "scgpt", "cnn", "resnet", "vit"] = option("mlp", "network to train")
+    use_rep: str | None = option("X_pca", "key of obsm with the inputs of an MLP; X if none")
+    labels: tuple[str, ...] = option((), "complete list of label names; if empty, the sites' names are collected")
+    rounds: int = option(20, "number of rounds")
+    clients_per_round: int = option(0, "number of sites that train per round; 0 for all", modes=PAPER)
     local_epochs: int = option(
-        0, "passes over a site's cells in a round, each one opened step in hardened mode; 0 for 1 there, else 5"
+        0, "passes over a site's cells per round; in hardened mode each is one opened step; 0 for 1 there, else 5"
     )
-    batch_size: int = option(64, "cells a step; in hardened mode every step takes all cells")
-    lr: float = option(0.0, "learning rate; 0 for 0.03 in hardened mode and 0.003 in published mode")
-    schedule: Literal["constant", "cosine"] = option("constant", "of the learning rate over the rounds")
-    schedule_rounds: int = option(0, "rounds after which a cosine would end; 0 for the rounds that are trained")
-    optimizer: Literal["adam", "sgd"] = option("adam", "local optimiser, begun anew in every round")
-    momentum: float = option(0.9, "of sgd")
-    weight_decay: float = option(0.0, "of the optimiser")
+    batch_size: int = option(64, "cells per step; hardened mode always takes all cells")
+    lr: float = option(0.0, "learning rate; 0 for 0.03 in hardened and 0.003 in published mode")
+    schedule: Literal["constant", "cosine"] = option("constant", "learning-rate schedule over the rounds")
+    schedule_rounds: int = option(0, "length of a cosine schedule in rounds; 0 for the trained rounds")
+    optimizer: Literal["adam", "sgd"] = option("adam", "optimiser of a site, started anew in every round", modes=PAPER)
+    momentum: float = option(0.9, "momentum of sgd", modes=PAPER)
+    weight_decay: float = option(0.0, "weight decay of the optimiser")
     algorithm: Literal["fedavg", "fedprox", "scaffold"] = option(
-        "fedavg", "published mode: fedprox pulls local training back to the shared model, scaffold corrects its drift"
+        "fedavg",
+        "local training: fedavg; fedprox pulls it towards the shared model; scaffold corrects its drift",
+        modes=PAPER,
     )
-    mu: float = option(0.01, "how strongly fedprox pulls")
+    mu: float = option(0.01, "strength of the fedprox term", modes=PAPER)
     weighting: Literal["cells", "plain"] = option(
-        "cells", "published mode: weigh sites by training cells, or all alike"
+        "cells", "weight of a site: its training cells, or equal", modes=PAPER
     )
-    hidden: tuple[int, ...] = option((128,), "hidden widths of an MLP")
-    dropout: float = option(0.1, "of MLP, CNN, ResNet and ViT")
-    width: int = option(64, "of CNN, ResNet and ViT")
-    unit_embedding: bool = option(default=False, help="bring what the last layer sees to length one; not for scgpt")
-    image_shape: tuple[int, ...] = option((), "height, width, channels of the images that the rows of X are")
-    rotation: float = option(0.0, "degrees by which images are rotated at random in training")
-    init: str | None = option(None, "weights to begin with, a file at every site: model.npz, or tensors in .npz or .pt")
-    pretrained: str | None = option(None, "folder of an scGPT checkpoint, at every site")
-    tune: Literal["all", "last", "head", "lora"] = option("all", "what is trained; last and lora for scgpt only")
-    last_layers: int = option(2, "how many, with tune=last")
-    lora_rank: int = option(8, "with tune=lora")
+    hidden: tuple[int, ...] = option((128,), "hidden layer widths of an MLP")
+    dropout: float = option(0.1, "dropout rate of MLP, CNN, ResNet and ViT")
+    width: int = option(64, "width of CNN, ResNet and ViT")
+    unit_embedding: bool = option(
+        default=False, help="normalise the input of the last layer to length one; not for scgpt"
+    )
+    image_shape: tuple[int, ...] = option((), "height, width and channels of images stored in the rows of X")
+    rotation: float = option(0.0, "largest random rotation of training images, in degrees")
+    init: str | None = option(None, "file of initial weights at every site: model.npz, or tensors in .npz or .pt")
+    pretrained: str | None = option(None, "folder of an scGPT checkpoint at every site")
+    tune: Literal["all", "last", "head", "lora"] = option(
+        "all", "trained part of the network; last and lora for scgpt only"
+    )
+    last_layers: int = option(2, "number of trained layers, with tune=last")
+    lora_rank: int = option(8, "rank of the adapters, with tune=lora")
     gene_key: str | None = option(None, "column of var with gene symbols, for scgpt")
     layer: str | None = option(None, "layer with the values, for scgpt; X by default")
-    binning: Literal["cell", "none"] = option("cell", "for scgpt: bin by each cell's own quantiles; none: bins already")
-    validation: float = option(0.1, "share of each label's cells kept for validation")
-    score_every: int = option(1, "rounds between scores on the validation cells of all sites; 0 for never")
+    binning: Literal["cell", "none"] = option(
+        "cell", "binning for scgpt: by each cell's own quantiles, or none for values that are bins"
+    )
+    validation: float = option(0.1, "fraction of each label's cells held out for validation")
+    score_every: int = option(1, "rounds between validations over all sites; 0 for never")
     metric: Literal["accuracy", "balanced_accuracy", "macro_f1", "loss"] = option(
-        "accuracy", "that chooses the best round; balanced: every label counts alike"
+        "accuracy", "validation score that chooses the best round"
     )
-    patience: int = option(0, "scored rounds without a better one, after which training stops; 0 for never")
-    update_bound: float = option(4.0, "published mode: bound of one entry of an update")
-    donor_key: str | None = option(None, "column of obs with the donor; noise then protects donors instead of cells")
+    patience: int = option(0, "validations without improvement before training stops; 0 for never")
+    update_bound: float = option(4.0, "largest absolute entry of an update", modes=PAPER)
+    donor_key: str | None = option(None, "column of obs with donor names; noise then protects donors instead of cells")
     dp_noise: float | None = option(
-        None, "noise multiplier of differential privacy; by default 5 in hardened mode, 0 in published mode"
+        None, "noise multiplier of differential privacy; by default 5 in hardened and 0 in published mode"
     )
-    dp_clip: float = option(
-        1.0, "norm that the gradient of a cell is clipped to; in published mode, updates with noise"
-    )
+    dp_clip: float = option(1.0, "largest norm of a cell's gradient; in published mode, of an update")
     dp_delta: float = option(1e-5, "delta of differential privacy")
     dp_unit: Literal["auto", "cell", "donor", "site"] = option(
-        "auto", "what the noise protects: cells, donors with donor_key, whole sites in published mode"
+        "auto",
+        "unit that the noise protects; auto takes donors with donor_key, else cells, and whole sites in published mode",
     )
-    min_cells: int = option(10, "fewest own cells that a site's part of an opened sum may be based on")
-    min_donors: int = option(3, "fewest own donors, with donor_key")
-    semi_supervised: bool = option(default=False, help="let cells without a label train too, by pseudo-labels")
+    min_cells: int = option(10, "minimum number of a site's own cells behind its part of an opened sum")
+    min_donors: int = option(3, "minimum number of a site's own donors behind it; needs donor_key")
+    semi_supervised: bool = option(default=False, help="train on unlabelled cells, too, with pseudo-labels")
     pseudo_labels: Literal["xclp", "client", "network"] = option(
-        "xclp", "from label propagation across the round's sites, within each site, or from the model itself"
+        "xclp", "source of pseudo-labels: label propagation across sites, within each site, or the model itself"
     )
-    warm_rounds: int = option(0, "rounds on labels alone, before the first pseudo-labels")
-    bits: int = option(4096, "of the codes that cells are compared by, for xclp")
-    n_neighbors: int = option(10, "neighbours of a cell in the graph of label propagation")
-    alpha: float = option(0.99, "how far labels spread")
-    similarity_power: float = option(1.0, "of the similarities in that graph: a larger one trusts near cells more")
-    balance: bool = option(default=False, help="let the labels of a class count as one together in that graph")
-    scale_confidence: bool = option(default=False, help="let a site's surest pseudo-label count as much as a given one")
-    class_weights: bool = option(default=False, help="weigh pseudo-labels of a site so that all classes count alike")
-    hamming: Literal["mpc", "ot", "he"] = option("mpc", "how codes are compared, for xclp")
-    checkpoint: str | None = option(None, "file in which the coordinator keeps its state, to go on from")
-    key_added: str = option("predicted", "column of obs with the model's labels")
-    features_added: str | None = option(None, "name in obsm for what the last layer sees of every cell")
+    warm_rounds: int = option(0, "number of rounds on labels alone, before the first pseudo-labels")
+    bits: int = option(4096, "length of a cell's binary code for xclp, in bits")
+    n_neighbors: int = option(10, "number of neighbours per cell in the graph of label propagation")
+    alpha: float = option(0.99, "weight of a step along that graph, between 0 and 1")
+    similarity_power: float = option(
+        1.0, "exponent of the similarities in that graph; a larger one favours near cells", modes=PAPER
+    )
+    balance: bool = option(
+        default=False, help="give the labels of every class the same total weight in that graph", modes=PAPER
+    )
+    scale_confidence: bool = option(
+        default=False, help="scale pseudo-label weights so that a site's surest one equals a given label"
+    )
+    class_weights: bool = option(default=False, help="weigh a site's pseudo-labels so that all classes count equally")
+    hamming: Literal["mpc", "ot", "he"] = option("mpc", "engine for distances between codes, for xclp", modes=PAPER)
+    checkpoint: str | None = option(None, "file for the coordinator's state, to resume from", modes=PAPER)
+    key_added: str = option("predicted", "column of obs for the model's labels")
+    features_added: str | None = option(None, "key of obsm for the input of the last layer; not written by default")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -517,7 +530,7 @@ def files(outcome: Outcome) -> dict[str, bytes]:
 
 WORKFLOW = Workflow(
     name="fine-tune",
-    summary="Train one classifier on all sites' labelled cells, averaging updates by secure sums.",
+    summary="Train one neural network on all sites' labelled cells, from secure sums of noisy gradients.",
     options=Options,
     modes=modes_of("fine-tune"),
     site=site,

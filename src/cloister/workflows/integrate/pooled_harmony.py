@@ -1,66 +1,59 @@
 """Pooled Harmony: cells of all sites are moved until clusters mix, from checked sums and no cell.
 
     L1   u, S    common space, common seed      one embedding, of d columns; a secret of the sites, for checked sums
+         u       groups                     disjoint sets of similar cells of one batch, each of min_cells cells or more
+                                            (and min_donors donors, none with more than half of the cells, where donors
+                                            are named); x_g its clipped mean, m_g its number of cells. Formed once, here
     L2   u → S   a number of cells, rounded up      no site may claim more than max_share of N (announced_counts)
-         u, S    n, Σ‖x‖²                       N cells; K clusters; how large any later sum can be. The outermost
-                                                min_cells cells of a site count as if they were equally far out
-    L3   u, S    Σ zzᵀ                          z = x / ‖x‖; K first centroids Y, drawn from it with the study's seed
-    L4   u, S    Σ R'_ik z_i                    ten times: Y_k = unit of it; R_ik ∝ exp(-2 (1 - z_i·y_k) / σ)
+         u, S    Σ m_g, Σ m_g ‖x_g‖²            N cells; K clusters; how large any later sum can be
+    L3   u, S    Σ m_g zzᵀ                      z = x / ‖x‖; K first centroids Y, drawn from it with the study's seed
+    L4   u, S    Σ m_g R_gk z_g                 ten times: Y_k = unit of it; R_gk ∝ exp(-2 (1 - z_g·y_k) / σ)
     `rounds` times:
-    L5   u, S      Σ R'_ik z_i                  `updates` times: Y; and for one block of cells after the other
-    L6   u, S      O_k = Σ_i R'_ik              mass without the block; R_ik ∝ exp(..) ((E_kb + 1) / (O_kb + 1))^θ
-    L7   u, S      O_k                          R of all cells, by the same formula
+    L5   u, S      Σ m_g R_gk z_g               `updates` times: Y; and `sweeps` times:
+    L6   u, S      T_k = Σ m_g R_gk             masses; then each site balances its own R (`models/harmony`) at these
+    L7   u, S      T_k
     L8   u, S      Σ_b λ_b s_b / (n_b + λ_b), Σ_b λ_b n_b / (n_b + λ_b)     their ratio w_k is the anchor of cluster k
-         u         x_i - Σ_k R_ik (s_b - n_b w_k) / (n_b + λ_b)             the cells of u are moved; z with them
-    L9   u, S    O_k, R without θ               before the first round and after the last: how far sites are mixed
+         u         x_g - Σ_k R_gk (s_b - n_b w_k) / (n_b + λ_b)             the groups of u are moved; z with them. Its
+                                                single cells are moved by the same formulas from Y, T and w, locally
+    L9   u, S    T_k, R without θ               before the first round and after the last: how far sites are mixed
     L10  u, S    n²/N, and the same of clusters     the pooled mixing
-    L11  u, S    cells in 24 x 24 places        of the two axes in which the centroids vary most: a picture
+    L11  u, S    cells of groups in 24 x 24 places      of the two axes in which the centroids vary most: a picture
     L12  u, S    all sites received the same broadcasts     (same_view)
 
 What stands beside `u, S` is a checked sum over all sites. Every party computes everything else itself from the opened
-sums, which the coordinator cannot change.
-
-Thresholds, enforced by each site on its own cells, whatever centroids and masses other parties bring about:
-
-- a cluster is open at a site if the effective size of its column of R', 1 / the largest leverage, is at least min_cells
-  cells (and min_donors donors, where these are named) in the cells of the sum. All others are closed there. R' is R
-  normalised over the open clusters, so that masses of a site add up to its number of cells. No sum has a complement;
-- an anchor (L8) has no total to be subtracted from. A site adds to it where the weights R λ / (n + λ) reach the same
-  effective sizes;
-- in L3, cells with more than 1 / min_cells of the second moments in any direction are left out;
-- in L11, cells of a place with fewer than min_cells cells, or outside, count in the nearest place that has enough;
-- masses and centroids are rounded to half a cell and anchors to a sixteenth, in units of a usual cell's length. Two
-  sums that differ by one cell differ in few of their entries.
+sums, which the coordinator cannot change. A site's part of every sum is a function of its (x_g, m_g), of their batches
+and of earlier sums. Cells of a batch that is too small for a group add nothing and are moved all the same.
 
 Reveals
 -------
-coordinator : how many cells each site has, within 1/64. Beside this:
+coordinator : how many cells each site has in groups, within 1/64. Beside this:
 coordinator, site : over all sites together: number of cells, and second moments of their directions; at every step the
     masses and centroids of K clusters, and their anchors, means over all batches; the sum of squared numbers of cells,
-    and the mixing; how many lie in each place of a grid. With two sites: the other's sums, each over at least min_cells
-    of its cells. Together these are more numbers than a small site has: 16 + rounds · (updates · (1 + blocks) + 2)
-    sums. A party that knew the weights R' of a site with few thousand cells could solve for single cells, but for the
-    rounding. It does not know them: they follow from the cells themselves.
+    and the mixing; how many lie in each place of a grid. With two sites: the other's sums. All of them together are
+    computed from means of at least min_cells similar cells. They are more numbers than a small site has groups, so they
+    can determine these means and the sizes of the groups, and nothing finer. A group of similar cells shows what kind
+    of cells these are: a rare type with min_cells cells of a site can be a group of its own.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
-one malicious site : the same, at centroids that it can bend, because its part of every sum is its unverified input.
-    Each sum rests on at least min_cells cells (and min_donors donors) of an honest site. Over many sums, cells that
-    change clusters can be followed: what one cell adds to a sum is hidden by the rounding only, and an average over 15
-    pairs of sums, between which a cell alone changes clusters, has a cosine of 0.98 with that cell.
-coordinator with k sites : these sums over the other sites, so with all but one those of the last site, each over at
-    least min_cells of its cells; with any one site, at centroids that the two choose.
+one malicious site : the same, at centroids that it can bend, because its part of every sum is its unverified input. The
+    groups were formed before its first message. Over all sums it learns at most the means and sizes of the groups of an
+    honest site. Who knows all other cells of a group, and its mean, learns its last one, up to the clipping.
+coordinator with k sites : these sums over the other sites, so with all but one those of the last site: at most the
+    means and sizes of its groups.
 
 Assumes
 -------
 What the checked sum assumes: every site stays to the end. Each site holds at least `min_cells` cells, in one embedding.
+A site that takes part again with another embedding, other batches or other thresholds forms other groups: means of both
+can be combined.
 
 Cost
 ----
-Per site 16 + rounds · (updates · (1 + blocks) + 2) checked sums; of K d words at L4 and L5, K at L6, K (d + 1) at L8.
+Per site 16 + rounds · (updates · (1 + sweeps) + 2) checked sums; of K d words at L4 and L5, K at L6, K (d + 1) at L8.
 
 References
 ----------
-[KMF+19] Korsunsky et al., Nature Methods 2019: its equations for R, Y and W, the last solved batch by batch. Lines
-numbered here; the security argument is docs/security/pooled_harmony.md.
+[KMF+19] Korsunsky et al., Nature Methods 2019: its equations for R, Y and W, the last solved batch by batch. The
+bounded penalty is that of Harmony 2. Lines numbered here; the security argument is docs/security/pooled_harmony.md.
 """
 
 from __future__ import annotations
@@ -112,7 +105,7 @@ def lengths(params: Params, cells: int, columns: int) -> list[int]:
     """Words of every sum, in their order."""
     s, d = params.settings, columns
     K = s.n_clusters(cells, len(params.sites))
-    one = s.updates * [K * d, *s.blocks * [K]] + [K, K * (d + 1)]
+    one = s.updates * [K * d, *s.sweeps * [K]] + [K, K * (d + 1)]
     half = d * (d + 1) // 2
     return [4, half, *STARTS * [K * d], K, *s.rounds * one, K, 3, GRID * GRID]
 
@@ -175,12 +168,13 @@ async def drive(
     entropy: Entropy | None = None,
 ) -> Integrated:
     """L2 to L11, at any party; S has no cells and no secret."""
-    steps = integrate(part_of(params, ch.me, mine, columns), len(params.sites), NAME)
+    part = part_of(params, mine, columns)
+    steps, own = integrate(part, len(params.sites), NAME), int(part.shown.sizes.sum())
     claims = announced_counts.Params(params.sites, params.coordinator, params.max_share)
     if mine is None:
         announced = await announced_counts.gather(ch, claims)  # L2
     else:
-        await announced_counts.announce(ch, claims, len(mine.x))  # L2
+        await announced_counts.announce(ch, claims, own)  # L2
     count, ask = 0, next(steps)
     while True:
         count += 1
@@ -190,15 +184,14 @@ async def drive(
         if seed is None or entropy is None:
             z = await checked_sum.coordinator(step, p)
         else:
-            part = encode(params, ask, entropy)
-            words = step.contribute(part, line=ask.line, what=ask.what, protocol=NAME)
+            words = step.contribute(encode(params, ask, entropy), line=ask.line, what=ask.what, protocol=NAME)
             z = await checked_sum.site(step, p, words, seed)
         ch.step(ask.what, protocol=NAME, line=ask.line)
         total = decode(params, ask, ch.reveal(z, to=ch.me, line=ask.line, what=ask.what, protocol=NAME))
         if count == 1 and mine is None:
             await announced_counts.judge(ch, claims, round(float(total[0])), announced)  # L2
         elif count == 1 and mine is not None:
-            await announced_counts.accept(ch, claims, round(float(total[0])), len(mine.x))  # L2
+            await announced_counts.accept(ch, claims, round(float(total[0])), own)  # L2
         try:
             ask = steps.send(total)
         except StopIteration as end:

@@ -13,6 +13,7 @@ from cloister.cells import tables as cells
 from cloister.cells.spaces import digest_of, space_of
 from cloister.errors import DataError, ParameterError
 from cloister.models.harmony import Settings
+from cloister.models.mixing_scores import batch_asw, clisi, ilisi, label_asw
 from cloister.papers import federated_harmony
 from cloister.session import Outcome, RemoteSession, Session
 from cloister.workflows import Workflow
@@ -37,14 +38,14 @@ class Options:
     n_clusters: int = option(0, "number of clusters; 0: a twentieth of the cells of a mean site, 2 to 100")
     theta: float = option(2.0, "strength of mixing")
     sigma: float = option(0.1, "softness of clusters")
-    ridge: float = option(0.2, "caution with which batches are moved")
-    rounds: int = option(5, "corrections")
-    updates: int = option(4, "of clusters, per correction")
-    blocks: int = option(5, "of cells, per update")
+    ridge: float = option(0.06, "caution with which batches are moved")
+    rounds: int = option(3, "corrections")
+    updates: int = option(1, "number of cluster updates per correction")
+    sweeps: int = option(3, "number of sums of cluster sizes per update, at which batches are balanced")
     min_cells: int = option(50, "smallest number of cells of a site")
-    min_cluster_cells: int = option(10, "smallest effective number of a site's own cells behind any opened number")
+    min_cluster_cells: int = option(10, "smallest number of similar cells of a site whose mean may enter a sum")
     donor_key: str | None = option(None, "column of obs with donors; without it, cells are counted")
-    min_donors: int = option(3, "smallest number of a site's own donors behind any opened number, with donor_key")
+    min_donors: int = option(3, "smallest number of donors of such a group, with donor_key")
     max_share: float = option(0.9, "largest share of all cells that one site may claim; 1 disables the bound")
     label_key: str = option("cell_type", "column of obs that colours own cells in the picture")
     key_added: str = option("X_integrated", "name in obsm")
@@ -52,7 +53,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.n_clusters < 0 or self.n_clusters == 1 or self.n_clusters > 1000:
             raise ParameterError(f"option 'n_clusters' must be 0, or from 2 to 1000, found {self.n_clusters}")
-        for name in ("rounds", "updates", "blocks"):
+        for name in ("rounds", "updates", "sweeps"):
             if not 1 <= getattr(self, name) <= 50:
                 raise ParameterError(f"option '{name}' must be from 1 to 50, found {getattr(self, name)}")
         if not (self.sigma > 0 and self.ridge > 0 and self.theta >= 0):
@@ -103,6 +104,7 @@ def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     found: Integrated = session.run(protocol.site, params_of(session, options), mine)
     model = model_of(session, options, found, tuple(map(str, batches)), mine.space)
     result = summary(found) | own_mixing(found, model.batches, mine.x, codes)
+    result["scores_here"] = scores(adata, options.label_key, mine.x, found.moved, codes)
     write(adata, options.key_added, found, model.space, result)
     return Outcome(adata, result, model=model)
 
@@ -121,9 +123,8 @@ def settings_of(session: Session, options: Options) -> Settings:
         options.ridge,
         options.rounds,
         options.updates,
-        options.blocks,
-        options.min_cluster_cells,
-        0 if options.donor_key is None else options.min_donors,
+        options.sweeps,
+        options.donor_key is not None,
         session.study.seed,
     )
 
@@ -178,6 +179,25 @@ def own_mixing(found: Integrated, batches: tuple[str, ...], x: F64, codes: Array
         near = own_neighbours(x, codes), own_neighbours(found.moved, codes)
         result["neighbours_of_own_batch"] = row(float(np.square(shares).sum()), *near)
     return result
+
+
+def scores(adata: AnnData, label_key: str, before: F64, after: F64, codes: Array) -> dict[str, dict[str, float]]:
+    """LISI and silhouette widths of this site's own cells, of which some are evenly chosen, before and after."""
+    some = np.unique(np.linspace(0, len(codes) - 1, min(len(codes), SAMPLE)).astype(int))
+    batch, found = codes[some].astype(np.int64), {}
+    if len(np.unique(batch)) > 1:
+        found["ilisi"] = {"before": ilisi(before[some], batch), "after": ilisi(after[some], batch)}
+    if label_key in adata.obs:
+        named = adata.obs[label_key].notna().to_numpy()[some]
+        some, batch = some[named], batch[named]
+        label = np.unique(adata.obs[label_key].astype(str).to_numpy()[some], return_inverse=True)[1].astype(np.int64)
+        if len(np.unique(label)) > 1:
+            found["clisi"] = {"before": clisi(before[some], label), "after": clisi(after[some], label)}
+            found["label_asw"] = {"before": label_asw(before[some], label), "after": label_asw(after[some], label)}
+            if len(np.unique(batch)) > 1:
+                both = batch_asw(before[some], batch, label), batch_asw(after[some], batch, label)
+                found["batch_asw"] = dict(zip(("before", "after"), both, strict=True))
+    return found
 
 
 def own_neighbours(x: F64, codes: Array) -> float:
@@ -239,7 +259,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="integrate",
-    summary="Move all sites' cells until batches mix: Harmony, from secure sums.",
+    summary="Integrate batches of all sites with Harmony, from secure sums.",
     options=Options,
     modes=modes_of("integrate"),
     site=site,
@@ -249,4 +269,5 @@ WORKFLOW = Workflow(
     model=("model.npz", lambda path, options: Integration.load(path)),
     figures=figures,
     writes=("obsm[{key_added!r}]", "uns[{key_added!r}]"),
+    retired={"blocks": "a round balances all clusters at once; use sweeps for the number of balancing steps"},
 )

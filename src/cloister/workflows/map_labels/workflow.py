@@ -29,39 +29,45 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Options:
-    query: str = option("", "the site whose cells are labelled; all others offer references")
+    query: str = option("", "name of the site whose cells are labelled; all others offer references")
     label_key: str = option("cell_type", "column of obs with the references' labels")
-    levels: tuple[str, ...] = option((), "columns of obs that go with a label: coarser levels, ontology ids")
-    use_rep: str = option("X_pca", "embedding in obsm, in one space at all sites")
-    n_neighbors: int = option(10, "neighbours that vote")
-    key_added: str = option("mapped", "name of the column that is written")
-    share: bool = option(default=False, help="also tell the querier the share of votes of each label")
-    max_distance: float | None = option(None, "cells farther than this from every reference are called unknown")
+    levels: tuple[str, ...] = option(
+        (), "further columns of obs that are constant within a label, such as ontology ids"
+    )
+    use_rep: str = option(
+        "X_shared_pca", "key of obsm with one space of all sites, from shared-pca, integrate or embed"
+    )
+    n_neighbors: int = option(10, "number of nearest references that vote")
+    key_added: str = option("mapped", "column of obs for the result")
+    share: bool = option(default=False, help="also reveal the fraction of votes to the querying site")
+    max_distance: float | None = option(
+        None, "distance from the nearest reference beyond which a cell is called unknown; no limit by default"
+    )
     known_share: float = option(
         0.0,
-        "choose max_distance so that this fraction of reference cells has another reference of its site within it; "
-        "0 disables",
+        "choose max_distance so that this fraction of references has another of the same site within it; 0 disables",
     )
-    labels: tuple[str, ...] = option((), "the agreed vocabulary; by default all label names the sites announce")
-    bound: float | None = option(None, "largest Euclidean norm of a cell; by default found under sharing")
-    precision: int = option(40, "bits of a distance with its label under sharing; 32 is faster, 64 finer")
-    prototypes: int = option(0, "replace each site's references by so many means per label; 0 keeps the cells")
-    round_to: int = option(0, "announce cell numbers rounded up to a multiple of this; 0: to an eighth")
-    computing: tuple[str, ...] = option((), "the three parties that compute; by default the querier and two more")
+    labels: tuple[str, ...] = option((), "complete list of label names; if empty, the sites' names are collected")
+    bound: float | None = option(None, "largest Euclidean norm of a cell; by default computed on shares")
+    precision: int = option(40, "bits of a distance and its label on shares; 32 is faster, 64 finer")
+    prototypes: int = option(0, "number of means per label that replace a site's references; 0 uses the cells")
+    computing: tuple[str, ...] = option(
+        (), "names of the three computing parties; by default the querier and two others"
+    )
 
     def __post_init__(self) -> None:
         if self.n_neighbors < 1:
             raise ParameterError(f"option 'n_neighbors' must be at least 1, found {self.n_neighbors}")
         if self.precision not in range(24, 65):
             raise ParameterError(f"option 'precision' must be from 24 to 64, found {self.precision}")
-        if self.prototypes < 0 or self.round_to < 0:
-            raise ParameterError("options 'prototypes' and 'round_to' must not be negative")
+        if self.prototypes < 0:
+            raise ParameterError(f"option 'prototypes' must be at least 0, found {self.prototypes}")
         for key in ("bound", "max_distance"):
             value = getattr(self, key)
             if value is not None and not value > 0:
                 raise ParameterError(f"option '{key}' must be above 0, found {value}")
         if not 0 <= self.known_share < 1 or (self.known_share and self.max_distance is not None):
-            raise ParameterError("option 'known_share' must be in [0, 1), and finds max_distance: pass one of them")
+            raise ParameterError("option 'known_share' must be in [0, 1), and chooses max_distance: pass one of them")
         if len(set(self.labels)) != len(self.labels):
             raise ParameterError("option 'labels' names a label twice")
         check_levels(self.levels, self.label_key, self.labels)
@@ -202,7 +208,7 @@ def label_cells(session: Session, options: Options, x: Any, names: Any) -> tuple
         role = mapping_terms.coordinator if session.me == hub else mapping_terms.helper
         terms = session.run(role, agreed)
     else:
-        step = options.round_to if plan.mode in ("hardened", "semi-honest") else 1
+        step = 0 if plan.mode in ("hardened", "semi-honest") else 1  # 0: rounded up to an eighth
         own = () if names is None or options.labels else tuple(sorted({str(n) for n in names}))
         norm = float(np.sqrt((x**2).sum(1).max()))
         mine = mapping_terms.LocalInput(x.shape[1], len(x), mapping_terms.rounded(len(x), step), norm, own)
@@ -293,9 +299,11 @@ def check(adata: AnnData, options: Options) -> list[str]:
         )
     notes = []
     if options.label_key not in adata.obs:
-        notes.append(f"adata.obs[{options.label_key!r}] is missing: these cells can be labelled, and are no references")
+        notes.append(
+            f"adata.obs[{options.label_key!r}] is missing: these cells can be labelled, and are not references"
+        )
     if options.use_rep == "X_pca":
-        notes.append("X_pca must be one space for all sites, not each site's own PCA; shared-pca makes such a space")
+        notes.append("X_pca is one space of all sites only if they computed it together; scanpy's is each file's own")
     return notes
 
 
@@ -305,7 +313,9 @@ def check(adata: AnnData, options: Options) -> list[str]:
 def check_study(study: Study, options: Options) -> None:
     computing_parties(study, Party(options.query), options.computing)
     if options.known_share and study.mode in ("published", "plain"):
-        raise ParameterError(f"mode '{study.mode}' finds no max_distance; pass max_distance=, or leave known_share out")
+        raise ParameterError(
+            f"mode '{study.mode}' does not choose max_distance; pass max_distance=, or leave known_share out"
+        )
 
 
 def warnings(study: Study, options: Options) -> list[str]:
@@ -353,7 +363,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="map-labels",
-    summary="Label one site's cells by the nearest references of all the others, which nobody shows.",
+    summary="Label one site's cells by nearest references at other sites, without revealing them.",
     options=Options,
     modes=modes_of("map-labels"),
     site=site,
@@ -366,4 +376,5 @@ WORKFLOW = Workflow(
     check_study=check_study,
     figures=figures,
     warnings=warnings,
+    retired={"round_to": "cell numbers are rounded up to an eighth of their power of two"},
 )

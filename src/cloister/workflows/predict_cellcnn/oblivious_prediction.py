@@ -256,7 +256,7 @@ def check_query(params: Params, query: Query) -> Query:
         raise ProtocolAbort(NAME, "L2", "malformed", f"'{params.querier}' sent no nonce of 32 bytes")
     most = (LARGEST_X + 2 * LARGEST_R) << GRID
     if query.d.max() > most or query.d.min() < -most:  # not by np.abs: that of -2^63 is negative
-        raise ProtocolAbort(NAME, "L2", "range", f"'{params.querier}' asks about numbers that no sample has")
+        raise ProtocolAbort(NAME, "L2", "range", f"'{params.querier}' queries numbers that no sample has")
     return query
 
 

@@ -82,7 +82,7 @@ def trained_of(options: Options, session: Session, made: cellcnn.Model) -> tuple
     if validated and not store.steps(params.tag):
         raise DataError(
             f"{store!r} has no encrypted model that {', '.join(holders)} trained together; the study must name those"
-            " sites, beside one that asks from outside (outside=true), or ask the opened model (opened=true)"
+            " sites and may add one that queries from outside (outside=true); or query the opened model (opened=true)"
         )
     trained = encrypted_training.load_trained(params, store, site=session.role == "site", stopped=made.stopped)
     return trained, validated
@@ -176,7 +176,7 @@ def begin(session: Session, options: Options) -> tuple[cellcnn.Model, Any, Train
 
 def check_study(study: Study, options: Options) -> None:
     if options.query not in study.sites:
-        raise ParameterError(f"option 'query' names '{options.query}', which is no site of the study")
+        raise ParameterError(f"option 'query' names '{options.query}', which is not a site of the study")
     if options.outside and len(study.sites) < 3:
         raise ParameterError("a query from outside needs the querying site and two sites or more that trained together")
 
@@ -231,7 +231,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="predict-cellcnn",
-    summary="Predict the class of a site's donors with an encrypted or an opened CellCnn.",
+    summary="Predict the class of a site's donors with an encrypted or opened CellCnn.",
     options=Options,
     modes=modes_of("predict-cellcnn"),
     site=site,

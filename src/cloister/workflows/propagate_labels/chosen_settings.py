@@ -217,7 +217,7 @@ def best(params: Params, total: U64, counts: I64) -> Choice:
     pool = pools(counts)
     most = np.bincount(pool[pool >= 0], counts[pool >= 0], minlength=params.classes)
     if (right > n).any() or (n > most).any():
-        raise ProtocolAbort(NAME, "P5", "mismatch", "more labels were told right than there are")
+        raise ProtocolAbort(NAME, "P5", "mismatch", "more labels were reported correct than there are")
     there = n[0] > 0
     if not there.any():
         return Choice(params.usual, math.nan)

@@ -156,7 +156,9 @@ async def site(
     all_names = {name for names in every.values() for name in names}
     if not params.classes and len(all_names) < 2:  # L3
         code, said = ("no-labels", "no site has a label") if not all_names else ("one-class", "all labels are the same")
-        raise ProtocolAbort(NAME, "L3", code, f"{said}, so there is nothing to tell apart; bring labels of two classes")
+        raise ProtocolAbort(
+            NAME, "L3", code, f"{said}, so there is nothing to distinguish; bring labels of two classes"
+        )
     sites = tuple(v for v in params.sites if v in points)
     return Roster(sites, tuple(points[v].count for v in sites), params.classes or tuple(sorted(all_names)), width)
 

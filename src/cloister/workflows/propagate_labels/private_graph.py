@@ -139,7 +139,7 @@ def check_keys(params: Params, keys: I64 | None, protocol: str) -> I64:
     try:
         graph.check_keys(keys, sum(params.sizes), params.bits)
     except DataError:
-        raise ProtocolAbort(protocol, "G4", "malformed", "what was opened is no graph") from None
+        raise ProtocolAbort(protocol, "G4", "malformed", "what was opened is not a graph") from None
     return keys
 
 

@@ -19,7 +19,7 @@ from cloister.study import Study
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
 from cloister.workflows.one_space import agree_on_space
-from cloister.workflows.options import option
+from cloister.workflows.options import WEAKER, option
 from cloister.workflows.propagate_labels import (
     private_propagation,
     propagation_terms,
@@ -34,32 +34,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    label_key: str = option("cell_type", "column of obs with the labels; missing ones are NaN")
-    use_rep: str = option("X_pca", "embedding in obsm, in one space at all sites; X for X")
-    bits: int = option(4096, "bits of a cell's code: more bits, finer similarities")
-    n_neighbors: int = option(5, "neighbours of a cell in the graph")
-    alpha: float = option(0.9, "weight of a step along the graph, between 0 and 1: labels travel farther with more")
-    power: float = option(4.0, "power of the similarities, semi-honest and published: more trusts near neighbours more")
+    label_key: str = option("cell_type", "column of obs with the labels, NaN where missing")
+    use_rep: str = option("X_pca", "key of obsm with one space of all sites; X uses the matrix itself")
+    bits: int = option(4096, "length of a cell's binary code, in bits; longer codes give finer similarities")
+    n_neighbors: int = option(5, "number of neighbours per cell in the graph")
+    alpha: float = option(0.9, "weight of a step along the graph, between 0 and 1; a larger one carries labels farther")
+    power: float = option(4.0, "exponent of the similarities; a larger one favours near neighbours", modes=WEAKER)
     hamming: Literal["mpc", "ot", "he"] = option(
-        "mpc", "engine for distances: three-party sharing; or oblivious transfer, encryption (not in hardened)"
+        "mpc", "engine for distances: three-party sharing, oblivious transfer or homomorphic encryption", modes=WEAKER
     )
-    key_added: str = option("propagated", "name of the column that is written")
-    relabel: bool = option(default=False, help="overrule given labels, too, where the graph says otherwise")
+    key_added: str = option("propagated", "column of obs for the result")
+    relabel: bool = option(default=False, help="replace given labels, too, where the graph disagrees")
     classes: tuple[str, ...] = option(
-        (), "the agreed class names; by default all names the sites bring, unseen by the hub"
+        (), "complete list of class names; if empty, the sites' names are collected, hidden from the coordinator"
     )
     balance: bool = option(
-        default=False, help="divide scores by the number of labels of each class, which all learn (not in hardened)"
+        default=False, help="divide scores by the number of labels per class, which all parties learn", modes=WEAKER
     )
-    groups: int = option(1, "split very many small sites into so many graphs")
+    groups: int = option(1, "number of separate graphs, for very many small sites")
     choose: bool = option(
         default=False,
-        help="choose alpha and steps by labels left out; if not hardened, also neighbours, power, balance, class_means",
+        help="choose alpha and steps by left-out labels; in other modes also neighbours, power, balance, class_means",
     )
     class_means: float = option(
-        0.0, "weight of each class's mean beside the graph, which all sites learn: for few labels, 1 (not in hardened)"
+        0.0,
+        "weight of each class's mean direction, which all sites learn; 1 helps with few labels, 0 disables",
+        modes=WEAKER,
     )
-    class_means_from: int = option(2, "labels of a class at all sites below which its mean is not opened")
+    class_means_from: int = option(
+        2, "minimum number of labels of a class over all sites to open its mean", modes=WEAKER
+    )
 
     def __post_init__(self) -> None:
         try:
@@ -302,7 +306,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="propagate-labels",
-    summary="Label cells from the labels of some, at any site, over a graph of all sites' cells.",
+    summary="Label cells from few labels at any site, over a graph of all sites' cells.",
     options=Options,
     modes=modes_of("propagate-labels"),
     site=site,

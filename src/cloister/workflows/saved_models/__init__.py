@@ -32,7 +32,7 @@ def load_model(
     except DataError:
         raise
     except Exception as e:  # every way in which a file can be wrong
-        raise DataError(f"{path} is no model file of Cloister ({type(e).__name__})") from None
+        raise DataError(f"{path} is not a model file of Cloister ({type(e).__name__})") from None
     if kind in (FORMAT, WITH_TYPICALITY):
         return CellClassifier.load(path)
     if kind == integration.FORMAT:

@@ -20,7 +20,7 @@ from cloister.models.harmony import Settings, Shifts, Trail, replay, replay_new_
 if TYPE_CHECKING:
     from anndata import AnnData
 
-FORMAT = "cloister-integration/1"
+FORMAT = "cloister-integration/2"
 WHOLE = "(all)"  # the name of the only batch of a site that named none
 ARRAYS = {"trail": ("centroids", "masses", "anchors", "known"), "own": ("penalties", "shifts")}
 
@@ -132,9 +132,9 @@ class Integration:
         except OSError:
             raise DataError(f"there is no model file at {path}") from None
         except CloisterError as e:
-            raise DataError(f"{path} is no integration of Cloister: {e}") from None
+            raise DataError(f"{path} is not an integration of Cloister: {e}") from None
         except Exception as e:  # every way in which a file can be wrong
-            raise DataError(f"{path} is no integration of Cloister ({type(e).__name__})") from None
+            raise DataError(f"{path} is not an integration of Cloister ({type(e).__name__})") from None
 
     def __repr__(self) -> str:
         _, K, d = self.trail.centroids.shape

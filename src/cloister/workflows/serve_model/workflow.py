@@ -25,13 +25,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Options:
     model: str = option("model.npz", "file of the provider's model, at the coordinator")
-    adapter: str = option("adapter.npz", "file that adapt-model wrote, at every site")
-    ring: Literal["small", "standard"] = option("standard", "lattice; as in adapt-model")
-    budget: int = option(65536, "samples that a site may ask about, over all runs")
-    ledger: str | None = option(None, "file in which the provider counts them; if none, beside the model's")
-    device: Literal["cpu", "gpu"] = option("cpu", "where the provider computes: its CPU, or its NVIDIA card")
-    taps: str | None = option(None, "folder for a site's answered and lost samples; if none, 'taps' beside the adapter")
-    key_added: str = option("predicted", "column of obs with the model's labels")
+    adapter: str = option("adapter.npz", "file of adapt-model's adapter, at every site")
+    ring: Literal["small", "standard"] = option("standard", "lattice parameters, as in adapt-model")
+    budget: int = option(65536, "number of samples that a site may query over all runs")
+    ledger: str | None = option(
+        None, "file of the provider with the number of queried samples; by default beside the model"
+    )
+    device: Literal["cpu", "gpu"] = option("cpu", "device of the provider's computation: CPU or NVIDIA GPU")
+    taps: str | None = option(
+        None, "folder for a site's answered and lost samples; 'taps' beside the adapter by default"
+    )
+    key_added: str = option("predicted", "column of obs for the model's labels")
 
     def __post_init__(self) -> None:
         if self.budget < 1:
@@ -86,7 +90,7 @@ def coordinator(session: Session, options: Options) -> Outcome:
 def check(adata: AnnData, options: Any) -> list[str]:
     """Raise `DataError` if these samples cannot be labelled; return what the user should know."""
     cells.check_cells(adata, need_names=False)
-    return ["every sample counts against the provider's budget; samples in the folder of taps are not asked again"]
+    return ["every sample counts against the provider's budget; samples in the folder of taps are not queried again"]
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
@@ -100,7 +104,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="serve-model",
-    summary="Label samples with a provider's encoder and an adapter; neither side sees the other's.",
+    summary="Label samples with a provider's hidden encoder and an adapter; the provider sees no sample.",
     options=Options,
     modes=modes_of("serve-model"),
     site=site,

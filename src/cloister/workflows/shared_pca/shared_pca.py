@@ -457,7 +457,9 @@ def check_chosen(params: Params, chosen: Chosen, common: int, mine: int) -> None
     if not whole or chosen.at[0] < 0 or chosen.at[-1] >= common or not chosen.mean.shape == chosen.deviation.shape:
         raise ProtocolAbort(NAME, "L4", "genes", "the chosen genes are not some of the common ones, each once")
     if not np.all((chosen.mean >= 0) & (chosen.mean <= params.largest_log)) or not np.all(chosen.deviation > 0):
-        raise ProtocolAbort(NAME, "L4", "genes", "the pooled mean or deviation of a chosen gene is no number of theirs")
+        raise ProtocolAbort(
+            NAME, "L4", "genes", "the pooled mean or deviation of a chosen gene is not a number of theirs"
+        )
     if not np.all(chosen.deviation <= max(1.0, params.largest_log)):
         raise ProtocolAbort(NAME, "L4", "genes", "the pooled deviation of a chosen gene is larger than any can be")
     if not max(2, mine) <= chosen.cells <= len(params.sites) << 40:
@@ -468,7 +470,7 @@ def check_components(params: Params, space: Components) -> None:
     """L6: orthonormal, of variances that fall, around a mean within the bound."""
     numbers = (space.components, space.variance, space.center, np.array([space.total_variance]))
     if not all(np.all(np.isfinite(x)) for x in numbers) or space.cells < 2:
-        raise ProtocolAbort(NAME, "L6", "components", "components that are no numbers")
+        raise ProtocolAbort(NAME, "L6", "components", "components that are not numbers")
     V, slack = space.components, 1e-6 * max(1.0, abs(space.total_variance))
     falling = np.all(np.diff(space.variance) <= slack) and space.variance[-1] >= -slack
     inside = np.all(np.abs(space.center) <= params.bound) and space.variance.sum() <= space.total_variance + slack

@@ -23,33 +23,32 @@ from cloister.workflows.shared_pca import shared_pca as protocol
 if TYPE_CHECKING:
     from anndata import AnnData
 
+TARGET_SUM, MAX_VALUE = 1e4, 10.0  # counts per cell after normalisation; where scaled values are clipped
 POINTS = 20_000  # cells of a site that are drawn, at most
 
 
 @dataclass(frozen=True)
 class Options:
-    n_components: int = option(50, "components of the shared space")
-    n_top_genes: int = option(2000, "highly variable genes it is made of")
-    layer: str | None = option(None, "layer that holds the values; X by default")
-    kind: Literal["counts", "log"] = option("counts", "what every site holds")
+    n_components: int = option(50, "number of components of the shared space")
+    n_top_genes: int = option(2000, "number of highly variable genes")
+    layer: str | None = option(None, "layer with the values; X by default")
+    kind: Literal["counts", "log"] = option("counts", "values at every site: raw counts or log-normalised")
     names: Literal["index", "symbol", "ensembl"] = option(
-        "index", "gene names to match by: as they stand, or symbols or Ensembl ids from var"
+        "index", "gene names to match by: var_names, or symbols or Ensembl ids from var"
     )
-    library_key: str | None = option(
-        None, "column of obs with each cell's library size; the sum of common genes if none"
-    )
-    target_sum: float = option(1e4, "counts per cell after normalisation")
-    scale: bool = option(default=True, help="divide genes by their pooled deviation")
-    max_value: float = option(10.0, "clip scaled values here")
-    min_cells: int = option(50, "least number of cells a site must hold")
-    donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
+    library_key: str | None = option(None, "column of obs with library sizes; by default the sum over common genes")
+    scale: bool = option(default=True, help="divide each gene by its pooled standard deviation")
+    min_cells: int = option(50, "minimum number of cells at a site")
+    donor_key: str | None = option(None, "column of obs with donor names; without it, thresholds count cells only")
     min_donors: int = option(
-        3, "where donor_key is given: least number of a site's own donors behind each of its sums", opens=True
+        3, "minimum number of a site's own donors behind each of its sums; needs donor_key", opens=True
     )
     min_expressing: int = option(
-        10, "least number of a site's own cells that express a gene; with fewer, the gene is zero there", opens=True
+        10,
+        "minimum number of a site's own cells that express a gene; with fewer, the gene counts as zero at that site",
+        opens=True,
     )
-    key_added: str = option("X_shared_pca", "name in obsm")
+    key_added: str = option("X_shared_pca", "key of obsm for the result")
 
     def __post_init__(self) -> None:
         if not 1 <= self.n_components < self.n_top_genes:
@@ -59,8 +58,8 @@ class Options:
             )
         if self.n_top_genes > 10_000:
             raise ParameterError(f"option 'n_top_genes' must be at most 10000, found {self.n_top_genes}")
-        if not self.target_sum > 0 or not self.max_value > 0 or self.min_cells < 2:
-            raise ParameterError("options 'target_sum' and 'max_value' must be above 0, 'min_cells' at least 2")
+        if self.min_cells < 2:
+            raise ParameterError(f"option 'min_cells' must be at least 2, found {self.min_cells}")
         check_min_donors(self.min_donors)
         if self.min_expressing < 2:
             raise ParameterError(f"option 'min_expressing' must be at least 2, found {self.min_expressing}")
@@ -102,7 +101,7 @@ def site(session: Session, adata: AnnData, options: Options) -> Outcome:
         mine = replace(mine, donor=cells.donor_codes(adata, options.donor_key))
     own = session.thresholds(min_cells=options.min_expressing, min_donors=options.min_donors)
     space, scores = session.run(protocol.site, params_of(session, options), mine, own)
-    scaling = [options.kind, options.target_sum, options.scale, options.max_value]
+    scaling = [options.kind, TARGET_SUM, options.scale, MAX_VALUE]
     write_space(adata, options.key_added, space, scores, own_names(adata, options.names), scaling)
     read = dict(zip(("kind", "target_sum", "scale", "max_value"), scaling, strict=True))
     adata.uns[options.key_added] |= {"common": np.array(space.common, dtype=object), "names": options.names, **read}
@@ -126,9 +125,9 @@ def params_of(session: Session, options: Options) -> protocol.Params:
         options.kind,
         options.n_top_genes,
         options.n_components,
-        options.target_sum,
+        TARGET_SUM,
         options.scale,
-        options.max_value,
+        MAX_VALUE,
         options.min_cells,
         options.min_expressing,
         options.min_donors,
@@ -263,7 +262,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="shared-pca",
-    summary="Put all sites' cells into one space: the PCA of all of them together, from secure sums.",
+    summary="Embed all sites' cells in one space: the PCA of all cells, from secure sums.",
     options=Options,
     modes=modes_of("shared-pca"),
     site=site,
@@ -271,4 +270,5 @@ WORKFLOW = Workflow(
     check=check,
     writes=("obsm[{key_added!r}]", "uns[{key_added!r}]"),
     figures=figures,
+    retired={"target_sum": "it is 10,000, as in scanpy", "max_value": "it is 10, as in scanpy's scale"},
 )

@@ -349,7 +349,9 @@ async def begin(ch: Channel, params: Params, store: KeyStore | None, entropy: En
     if not start.resumed and start.step == 0:
         return await make_keys(ch, params, entropy, ckks.Secret.draw(params.ckks, entropy), store), start
     if store is None or not start.resumed or start.step not in steps:
-        raise ProtocolAbort(NAME, "L2", "checkpoint", "asked to go on from a checkpoint that this site does not have")
+        raise ProtocolAbort(
+            NAME, "L2", "checkpoint", "requested to resume from a checkpoint that this site does not have"
+        )
     return load_keys(params, store, site=True), start
 
 

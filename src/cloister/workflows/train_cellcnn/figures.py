@@ -48,7 +48,7 @@ def accuracy(made: cellcnn.Model, adata: AnnData, options: Options) -> dict[str,
     }
     if outside:
         result["warning"] = (
-            f"{outside} of {U.size} logits lie outside ±{made.config.interval:g}, where the polynomial is no sigmoid"
+            f"{outside} of {U.size} logits lie outside ±{made.config.interval:g}, where the polynomial is not a sigmoid"
             " any more; train again with a larger interval= or a lower learning_rate="
         )
     return result

@@ -43,17 +43,17 @@ class Options:
     n_filters: int = option(8, "filters (h)")
     n_cells: int = option(200, "cells per multi-cell input (c)")
     n_inputs: int = option(200, "multi-cell inputs per class or donor at each site (z)")
-    per: Literal["class", "donor"] = option("class", "draw inputs per class or per donor")
+    per: Literal["class", "donor"] = option("class", "unit of the inputs: class or donor")
     n_steps: int = option(20, "training steps; each is one aggregation")
     batch: int = option(0, "inputs per site and local iteration; 0 means 200 over the number of sites")
     n_local: int = option(1, "local iterations per step: batches whose gradients a site adds up, encrypted")
     learning_rate: float = option(0.2, "step size (eta)")
-    momentum: float = option(0.9, "share of the last update that goes on (mu)")
+    momentum: float = option(0.9, "fraction of the last update in the next one (mu)")
     interval: float = option(3.0, "the sigmoid is fitted on [-interval, interval]")
     preset: Literal["cmv", "aml", "rrms-class", "rrms-donor"] | None = option(
         None, "settings of the paper: cells, inputs, batch, interval and steps"
     )
-    cofactor: float = option(0.0, "arcsinh(x / cofactor) first; 5 for mass cytometry, 0: no")
+    cofactor: float = option(0.0, "divisor c of arcsinh(x / c) before training; 5 for mass cytometry, 0 disables")
     scaling: Literal["pooled", "reference", "none"] = option(
         "pooled", "standardise by secure sums, by public reference values, or not"
     )
@@ -61,14 +61,15 @@ class Options:
     reference_scale: tuple[float, ...] = option((), "one per marker, in the agreed order")
     open_model: bool = option(default=False, help="decrypt the final model, if every site consents")
     positive_class: str | None = option(None, "class whose cells reports select; the last by name if none")
-    n_models: int = option(1, "train so many, with 3 to 9 filters, and take the best by held-out donors")
+    n_models: int = option(1, "number of models with 3 to 9 filters, of which held-out donors choose the best")
     hold_out: int = option(0, "donors per class at each site that are kept for validation")
     keep: str = option("", "folder for keys, checkpoints and the encrypted model")
 
     validate_every: int = option(
-        0, "open the squared error on held-out inputs after so many steps each, if every site consents"
+        0,
+        "number of steps between openings of the squared error on held-out inputs, if every site consents; 0 disables",
     )
-    patience: int = option(0, "stop once so many validations were no better than one before; 0: train to the end")
+    patience: int = option(0, "number of validations without improvement before training stops; 0 disables")
     min_cells: int = option(10, "smallest number of a site's own cells behind any opened sum", opens=True)
     min_donors: int = option(
         3, "smallest number of a site's own donors behind any opened sum; of hold_out per class too", opens=True

@@ -37,30 +37,34 @@ BALANCE = {"auto": 0.0, "none": 0.0, "root": 0.5, "balanced": 1.0}
 
 @dataclass(frozen=True)
 class Options:
-    label_key: str = option("cell_type", "column of obs with the labels; NaN where there is none")
-    levels: tuple[str, ...] = option((), "columns of obs that go with a label: coarser levels, ontology ids")
-    use_rep: str | None = option(None, "embedding in obsm to train on; genes if none")
+    label_key: str = option("cell_type", "column of obs with the labels, NaN where missing")
+    levels: tuple[str, ...] = option(
+        (), "further columns of obs that are constant within a label, such as ontology ids"
+    )
+    use_rep: str | None = option(None, "key of obsm with the inputs; genes by default")
     solver: Literal["statistics", "logistic"] = option(
         "statistics",
-        "discriminants and ridge regression from three fixed sums; or iterative logistic regression, with dp_noise or "
-        "the consent of every site",
+        "method: discriminants and ridge regression from three fixed sums; or iterative logistic regression, which "
+        "needs dp_noise or every site's consent",
     )
     n_top_genes: int = option(
-        300, "genes of the model, those whose label means differ most; at most half of a site's labelled cells"
+        300,
+        "number of genes of the model, those whose label means differ most; at most half of a site's labelled cells",
     )
-    layer: str | None = option(None, "layer that holds the values; X by default")
-    kind: Literal["counts", "log"] = option("counts", "what every site holds")
+    layer: str | None = option(None, "layer with the values; X by default")
+    kind: Literal["counts", "log"] = option("counts", "values at every site: raw counts or log-normalised")
     names: Literal["index", "symbol", "ensembl"] = option(
-        "index", "gene names to match by: as they stand, or symbols or Ensembl ids from var"
+        "index", "gene names to match by: var_names, or symbols or Ensembl ids from var"
     )
-    library_key: str | None = option(None, "column of obs with library sizes; the sum of common genes if none")
+    library_key: str | None = option(None, "column of obs with library sizes; by default the sum over common genes")
     target_sum: float = option(1e4, "counts per cell after normalisation")
-    labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
+    labels: tuple[str, ...] = option((), "complete list of label names; if empty, the sites' names are collected")
     l2: float | None = option(
         None, "penalty λ of λ/2 ‖W‖² beside the mean loss, of solver=logistic; chosen on held-out cells if none"
     )
     class_weight: Literal["auto", "none", "root", "balanced"] = option(
-        "auto", "weight of labels: chosen on held-out cells, by their cells, by the root of their cells, or all alike"
+        "auto",
+        "weight of labels: by cells (none), by the root of their cells, equal, or chosen on held-out cells (auto)",
     )
     validation: float = option(
         0.25, "fraction of each label's cells held out at a time, to choose settings; 0 disables"
@@ -76,13 +80,13 @@ class Options:
     max_share: float = option(0.9, "fraction of all labelled cells above which a site's claim ends the run; 1 disables")
     adapt: bool = option(default=True, help="align each site's cells with those of training before labelling them")
     dp_noise: float = option(
-        0.0, "noise multiplier of differential privacy for a donor's or a site's cells; 0 for none"
+        0.0, "noise multiplier of differential privacy for a donor's or a site's cells; 0 disables"
     )
-    dp_clip: float = option(1.0, "norm that the update of a donor or site is clipped to, with noise")
+    dp_clip: float = option(1.0, "largest norm of the update of a donor or site, with noise")
     dp_delta: float = option(1e-5, "delta of differential privacy")
-    dp_rounds: int = option(10, "rounds of averaging, with noise")
+    dp_rounds: int = option(10, "number of rounds of averaging, with noise")
     donor_key: str | None = option(None, "column of obs with donors, for min_donors and as the unit that noise hides")
-    key_added: str = option("predicted", "column of obs with the model's labels")
+    key_added: str = option("predicted", "column of obs for the model's labels")
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
@@ -420,8 +424,8 @@ def notes_on_labels(adata: AnnData, options: Options, labels: tuple[str | None, 
         )
     elif 0 < remain < CELLS_PER_COLUMN * options.n_top_genes and not columns:
         notes.append(
-            f"{remain} labelled cells here allow half as many genes, fewer than n_top_genes = {options.n_top_genes}; "
-            "the model of all sites uses no more"
+            f"{remain} labelled cells here allow half that number of genes, fewer than n_top_genes ="
+            f" {options.n_top_genes}; the model of all sites uses no more"
         )
     if options.min_label_cells < Thresholds().min_cells:
         notes.append(f"sums over as few as {options.min_label_cells} cells of a label leave this site")

@@ -77,7 +77,7 @@ class Secret:
     @classmethod
     def from_bytes(cls, params: Parameters, raw: bytes) -> Secret:
         if len(raw) != params.degree or max(raw) > 2:
-            raise WireError("bytes that are no secret of this ring")
+            raise WireError("bytes that are not a secret of this ring")
         return cls(params, np.frombuffer(raw, np.uint8).astype(np.int64) - 1)
 
 
@@ -229,7 +229,7 @@ class Context:
         return out.tobytes()
 
     def unpack(self, data: bytes, k: int) -> Residues:
-        """Rows back from the wire; wrong lengths and numbers that are no residues raise `WireError`."""
+        """Rows back from the wire; wrong lengths and numbers that are not residues raise `WireError`."""
         from cloister.mpc.crypto.rns import kernels
 
         n = self.params.degree
@@ -242,7 +242,7 @@ class Context:
             at += n * w
         rows = out.view("<u8").reshape(k, n).astype(np.uint64, copy=False)
         if kernels.largest(rows, self.ring.q):
-            raise WireError("numbers that are no residues of the agreed primes")
+            raise WireError("numbers that are not residues of the agreed primes")
         return rows
 
     # ---- keys --------------------------------------------------------------------------------------------------------

@@ -114,5 +114,5 @@ def unpack_words(params: Parameters, words: U32) -> U32:
     pairs_of(params).kernels.loosen(rows, params.bits, x.reshape(-1, params.degree))
     q: Any = np.array(primes_of(params)[: x.shape[-2]], np.uint32)[:, None]
     if (x >= q).any():
-        raise ParameterError("numbers that are no residues of the agreed primes")
+        raise ParameterError("numbers that are not residues of the agreed primes")
     return x

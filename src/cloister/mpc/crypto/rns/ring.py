@@ -47,7 +47,7 @@ def check_secure(degree: int, bits: int) -> None:
         raise ParameterError(f"a ring degree must be one of {', '.join(map(str, SECURE_BITS))}, found {degree}")
     if bits > SECURE_BITS[degree]:
         fits = [n for n, most in SECURE_BITS.items() if bits <= most]
-        advice = f"degree {fits[0]} would do" if fits else "no ring offered here carries so many"
+        advice = f"degree {fits[0]} would do" if fits else "no ring offered here has that many levels"
         raise ParameterError(
             f"a modulus of {bits} bits at ring degree {degree} is below 128-bit security, which allows"
             f" {SECURE_BITS[degree]}; {advice}, or use fewer or smaller primes"
