@@ -72,13 +72,13 @@ sbom: $(STAMP)          ## what is installed, as CycloneDX, in build/sbom.json
 	$(BIN)/python scripts/sbom.py
 
 lint: $(STAMP)          ## style and types
-	$(BIN)/ruff check src tests benchmarks scripts fuzz
-	$(BIN)/ruff format --check src tests benchmarks scripts fuzz
+	$(BIN)/ruff check src tests benchmarks scripts fuzz examples
+	$(BIN)/ruff format --check src tests benchmarks scripts fuzz examples
 	$(BIN)/mypy
 
 format: $(STAMP)        ## tidy the code, and the pages that are made from it
-	$(BIN)/ruff check --fix src tests benchmarks scripts fuzz
-	$(BIN)/ruff format src tests benchmarks scripts fuzz
+	$(BIN)/ruff check --fix src tests benchmarks scripts fuzz examples
+	$(BIN)/ruff format src tests benchmarks scripts fuzz examples
 	$(BIN)/python scripts/pieces.py
 
 clean:

@@ -98,9 +98,7 @@ WORKFLOW = workflows.Workflow(
 
 
 def register() -> None:
-    workflows.NAMES = (*workflows.NAMES, "bench-link")
-    here = sys.modules[__name__]
-    sys.modules["cloister.workflows.bench_link"] = sys.modules["cloister.protocols.bench_link"] = here
+    workflows.register(WORKFLOW)
 
 
 def measure(*, quick: bool) -> dict:

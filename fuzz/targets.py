@@ -57,7 +57,7 @@ def frame(data: bytes) -> None:
         return
     classes = message_classes()
     named = classes.get(parsed.name)
-    others = [classes[name] for name in ("secure_sum.MaskedInput", "hello.Hello") if name in classes]
+    others = [classes[name] for name in ("secure_sum.MaskedInput", "channel.Hello") if name in classes]
     for cls in dict.fromkeys([named, *others] if named else others):
         try:
             message = wire.from_fields(cls, parsed.body)

@@ -50,7 +50,7 @@ WAY: tuple[
             ("workflows.Workflow.part", "by role; a site's cells are checked once, before anything is sent"),
             ("workflows.map_labels.workflow.site", "asks, or offers its labelled cells; others assist"),
             ("cells.tables.embedding", "obsm[use_rep] as numbers; from here on no AnnData"),
-            ("session.Session.run", "agree with everyone on the parameters' hash, then one role to its end"),
+            ("mpc.session.Session.run", "agree with everyone on the parameters' hash, then one role to its end"),
             (
                 "workflows.map_labels.mapping_terms.owner",
                 "sizes rounded up, label names, the largest norm under sharing",
@@ -66,8 +66,8 @@ WAY: tuple[
     (
         "carried",
         (
-            ("rehearsal.memory_transport.MemoryLink.post", "the frame as it is"),
-            ("rehearsal.memory_transport.Wires.carry", "to the other thread; tests lose and cut frames here"),
+            ("mpc.net.memory_transport.MemoryLink.post", "the frame as it is"),
+            ("mpc.net.memory_transport.Wires.carry", "to the other thread; tests lose and cut frames here"),
         ),
         (
             ("deploy.link.SealedLink.post", "sealed for the one party it is for"),

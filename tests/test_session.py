@@ -25,7 +25,7 @@ class Note:
 
 
 async def role(ch, params):
-    others = [p for p in ch.study.parties if p != ch.me]
+    others = [p for p in ch.agreement.parties if p != ch.me]
     await ch.scatter(others, Note(ch.me))
     return {p: m.text for p, m in (await ch.gather(others, Note)).items()}
 

@@ -215,7 +215,7 @@ def test_the_digest_changes_with_every_field_but_the_network():
 )
 def test_a_quorum_is_more_than_half_of_all_and_of_the_colluders(n, colluders, needed):
     study = Study("x", "bin-values", {"hub": "coordinator"} | {f"s{i}": "site" for i in range(5)}, colluders=colluders)
-    assert study.quorum(n) == needed
+    assert study.agreement.quorum(n) == needed
     assert 2 * needed > n + colluders or needed == n
     assert 2 * (needed - 1) <= n + colluders  # and no larger than that
 
@@ -323,8 +323,8 @@ def test_one_digest_covers_all_steps_and_each_step_has_its_own():
     others = [dataclasses.replace(STORY, steps=steps) for steps in lists]
     everything = [x.digest for study in (STORY, *others) for x in (study, *study.parts)]
     assert len(set(everything)) == len(everything)
-    assert STORY.place_of(STORY.parts[1].digest) == "step 2 of 2 (labels)"
-    assert STORY.parts[0].place_of(others[0].parts[0].digest) == ""
+    assert STORY.agreement.places[STORY.parts[1].digest] == "step 2 of 2 (labels)"
+    assert others[0].parts[0].digest not in STORY.parts[0].agreement.places
 
 
 @pytest.mark.parametrize(

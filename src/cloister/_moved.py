@@ -34,7 +34,7 @@ MODULES = {  # of their own
     "protocols.sums.tally": "mpc.sums.pooled_queries",
     "report.signed": "report.provenance",
     "run.together": "rehearsal.compatibility",
-    "run.wires": "rehearsal.memory_transport",
+    "run.wires": "mpc.net.memory_transport",
     "runtime.attend": "deploy.join",
     "runtime.order": "deploy.control_socket",
     "runtime.sign_off": "deploy.approval",

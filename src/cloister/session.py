@@ -8,12 +8,11 @@ what had been sent until then. `take_part` does a workflow's part from such a se
 from __future__ import annotations
 
 import contextlib
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -21,27 +20,21 @@ from cloister._version import __version__
 from cloister.cells.progress import told_to
 from cloister.cells.tables import attach_receipt, places, used_cells
 from cloister.disclosure import Thresholds
-from cloister.errors import LEFT, CloisterError, ProtocolAbort, origin_of
+from cloister.mpc import session as mpc
 from cloister.mpc.crypto import cores
 from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Endpoint, Link
 from cloister.mpc.net.events import Event
-from cloister.mpc.net.journal import Journal
 from cloister.mpc.net.mailbox import Mailbox
 from cloister.mpc.net.receipts import Entry, Receipt
-from cloister.mpc.net.wire import protocol_of
-from cloister.study import Party, Role, Study
+from cloister.mpc.session import SIGNED, party_rng, root_cause
+from cloister.study import Party, Study
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
-SIGNED = "receipt"
-
-
-def party_rng(seed: int, party: str, label: str) -> np.random.Generator:
-    """What `Session.rng` gives that party in a study of that seed."""
-    return np.random.default_rng([seed & 0xFFFFFFFF, *f"{party}/{label}".encode()])
+__all__ = ["SIGNED", "Outcome", "RemoteSession", "Session", "open_session", "party_rng", "root_cause", "take_part"]
 
 
 @dataclass
@@ -66,29 +59,25 @@ class RemoteSession(Protocol):
         """Bring these cells to the study's next run; what came of it here, with the model if there is one."""
 
 
-class Session:
-    """One party's place in a study: who it is, what was agreed, and the way to run a role of a protocol."""
+class Session(mpc.Session):
+    """One party's place in a study: what was agreed, this site's own limits, and the way to run roles."""
 
     def __init__(
         self,
+        study: Study,
         endpoint: Endpoint,
-        identity: Identity,
-        entropy: Entropy,
-        consent: frozenset[str],
+        context: mpc.Context,
         floors: Mapping[str, int] | None = None,
         charge: Callable[[bytes, int, str], None] | None = None,
     ) -> None:
-        self._endpoint, self._identity, self._entropy, self.consent = endpoint, identity, entropy, consent
+        super().__init__(endpoint, context)
         self._charge = charge  # the site's budget between machines; a rehearsal has none
+        self.consent = context.consent
         self.floors = dict(floors or {})  # this site's own minimum group sizes, which raise those of the study
-        self.study, self.me = endpoint.study, endpoint.me
-        self.sites, self.coordinator, self.mode = self.study.sites, self.study.coordinator, self.study.mode
-        self.role: Role = self.study.parties[self.me]
-        self.protocols: dict[str, None] = {}  # whose roles this party ran, in their order
+        self.study, self.mode = study, study.mode
 
-    @property
-    def receipt(self) -> Receipt:
-        return self._endpoint.receipt
+    def context(self) -> mpc.Context:
+        return replace(self._context, rng=self.rng())
 
     def thresholds(self, **agreed: int) -> Thresholds:
         """Minimum group sizes for what this site adds to opened sums: those agreed, raised by the site's own."""
@@ -106,34 +95,6 @@ class Session:
     def rng(self, label: str = "") -> np.random.Generator:
         """Statistical randomness of this party, reproducible from the study's seed. Never for secrets."""
         return party_rng(self.study.seed, self.me, label)
-
-    def run(self, role: Callable[..., Any], params: Any, *inputs: Any) -> Any:
-        """Agree with everyone on `params`, then run `role` to its end and return what this party may learn.
-
-        A role gets `entropy`, `identity`, `rng` or `consent` if its signature names them.
-        """
-        wanted = inspect.signature(role).parameters
-        offered = {"entropy": self._entropy, "identity": self._identity, "rng": self.rng(), "consent": self.consent}
-        extras = {name: value for name, value in offered.items() if name in wanted}
-        self.protocols[protocol_of(role.__module__)] = None
-
-        async def whole() -> Any:
-            ch = await self._endpoint.open_run(_protocol(params), params)
-            return await role(ch, params, *inputs, **extras)
-
-        return self._endpoint.drive(whole())
-
-    def attend(self, params: Any) -> None:
-        """Agree with everyone on `params`, as a party that has no part in what follows."""
-
-        async def greet() -> None:
-            await self._endpoint.open_run(_protocol(params), params)
-
-        self._endpoint.drive(greet())
-
-
-def _protocol(params: Any) -> str:
-    return protocol_of(type(params).__module__)
 
 
 def _header(study: Study, me: Party, reveals: Mapping[str, str], approval: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -184,33 +145,22 @@ def open_session(
     `journal` is a file in which every entry stands before its message leaves. Any error is told to the peers as an
     abort, and raised here.
     """
-    entropy = entropy or Entropy()
-    identity = identity or Identity.create(entropy)
-    kept = Journal(journal) if journal is not None else None
-    receipt = Receipt(_header(study, me, reveals or {}, approval), kept)
-    endpoint = Endpoint(study, me, link, mailbox, receipt, nonce=entropy.bytes, on_event=on_event)
-    session = Session(endpoint, identity, entropy, consent, floors, charge)
-
-    def end(status: str) -> None:
-        if kept is not None:
-            kept.begin_end()
-        if reveals is not None:
-            receipt.add_reveals({**session.protocols, **dict.fromkeys(receipt.protocols)}, reveals)
-        receipt.close(status, lambda head: (identity.public, identity.sign(SIGNED, head)))
-        endpoint.close()
-        if on_receipt is not None:
-            on_receipt(receipt)
-
-    try:
-        yield session
-    except BaseException as e:
-        where = f"{e.protocol} {e.line} {e.code}" if isinstance(e, ProtocolAbort) else type(e).__name__
-        try:
-            endpoint.abort(e)
-        finally:
-            end(f"aborted: {where}")
-        raise
-    end("done")
+    with mpc.open_session(
+        study.agreement,
+        me,
+        link,
+        mailbox,
+        identity=identity,
+        entropy=entropy,
+        consent=consent,
+        header=_header(study, me, reveals or {}, approval),
+        reveals=reveals,
+        make=lambda endpoint, context: Session(study, endpoint, context, floors, charge),
+        on_event=on_event,
+        on_receipt=on_receipt,
+        journal=journal,
+    ) as session:
+        yield cast(Session, session)
 
 
 def take_part(
@@ -251,16 +201,3 @@ def take_part(
     if outcome.adata is not None:
         attach_receipt(outcome.adata, study.label, outcome.receipt.brief())
     return outcome
-
-
-def root_cause(errors: dict[Party, BaseException]) -> BaseException:
-    """The error that made the others fail: a party's own before one that it heard of, and before another's."""
-
-    def order(party: Party) -> tuple[int, bool]:
-        e = errors[party]
-        rank = 1 if isinstance(e, CloisterError) else 0
-        if isinstance(e, ProtocolAbort):
-            rank = (4 if e.code in LEFT else 2) + e.heard
-        return rank, origin_of(e, party) != party
-
-    return errors[min(errors, key=order)]

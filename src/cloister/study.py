@@ -53,14 +53,26 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NewType, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from cloister.errors import ParameterError
 from cloister.governance import check_governance, read_governance
+from cloister.mpc.parties import Agreement, Party, Role
 
-Party = NewType("Party", str)
-Role = Literal["coordinator", "site", "auxiliary"]
 Mode = Literal["hardened", "semi-honest", "published", "plain"]
+
+__all__ = [
+    "CONSENTS",
+    "Agreement",
+    "Mode",
+    "Party",
+    "Role",
+    "Step",
+    "Study",
+    "check_study",
+    "format_study",
+    "parse_study",
+]
 
 CONSENTS = {  # what a party may be asked for beyond taking part; only its own settings give it
     "open-model": "opening the model",
@@ -144,11 +156,6 @@ class Study:
         """Which step this is, in words; empty for a study of one workflow."""
         return f"step {self.at} of {len(self.steps)} ({self.label})" if self.at else ""
 
-    def place_of(self, digest: bytes) -> str:
-        """Which step of this very study the digest is of, in words; empty if it is of none."""
-        parts = self.whole.parts if self.steps else ()
-        return next((part.place for part in parts if part.digest == digest), "")
-
     @property
     def coordinator(self) -> Party:
         return next(p for p, role in self.parties.items() if role == "coordinator")
@@ -160,10 +167,6 @@ class Study:
     @property
     def auxiliaries(self) -> tuple[Party, ...]:
         return tuple(sorted(p for p, role in self.parties.items() if role == "auxiliary"))
-
-    def quorum(self, n: int) -> int:
-        """Of n parties, how many must be left at the end of a sum: the smallest t > (n + k)/2, at most all."""
-        return min(n, (n + self.colluders) // 2 + 1)
 
     @property
     def digest(self) -> bytes:
@@ -182,6 +185,21 @@ class Study:
         else:
             plain |= {"workflow": self.workflow, "mode": self.mode, "parameters": dict(self.parameters)}
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).digest()
+
+    @property
+    def agreement(self) -> Agreement:
+        """What protocols need of this."""
+        parts = self.whole.parts if self.steps else ()
+        return Agreement(
+            self.parties,
+            self.digest,
+            self.keys,
+            self.colluders,
+            self.timeout,
+            self.patience,
+            self.place,
+            {part.digest: part.place for part in parts},
+        )
 
     def with_keys(self, keys: Mapping[Party, bytes]) -> Study:
         return replace(self, keys=dict(keys))

@@ -7,7 +7,7 @@ import pytest
 
 from cloister.errors import ProtocolAbort
 from cloister.mpc.sums import retry_without_dropouts
-from cloister.mpc.three_party.verified_linear import Open
+from cloister.mpc.three_party.verified import Open
 from cloister.study import Party
 from cloister.testing import Case, run_protocol, values
 from cloister.workflows.propagate_labels import propagation_terms, verified_propagation

@@ -14,7 +14,7 @@ from liars import answers, liar, own_aborts
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.mpc.crypto.replicated import Ring
 from cloister.mpc.sums import common_seed, retry_without_dropouts
-from cloister.mpc.three_party import verified_linear
+from cloister.mpc.three_party import verified
 from cloister.mpc.three_party.verified import Verified
 from cloister.papers.hamming import hamming_mpc, oblivious_transfer, secure_hamming
 from cloister.study import Party
@@ -300,7 +300,7 @@ def test_a_count_of_references_that_is_none():
 def test_an_input_that_is_not_the_owners_or_not_as_agreed(owner, x):
     me = SimpleNamespace(ch=NOWHERE)
     with pytest.raises(ParameterError, match="input"):
-        asyncio.run(verified_linear.VerifiedLinear.input(me, owner, x, (2,), Ring(64)))
+        asyncio.run(verified.Verified.input(me, owner, x, (2,), Ring(64)))
 
 
 def products_are_zero(engine=Verified):

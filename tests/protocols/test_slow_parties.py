@@ -7,9 +7,9 @@ import pytest
 
 from cloister.mpc.net.wire import message
 from cloister.mpc.sums import retry_without_dropouts
+from cloister.rehearsal.rehearsal import run_parties
 from cloister.session import Outcome
 from cloister.study import Party, Study
-from cloister.testing import run_parties
 
 HUB, SLOW = Party("hub"), Party("zurich")
 SITES = tuple(map(Party, ("basel", "lugano", "zurich")))

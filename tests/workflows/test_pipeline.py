@@ -1,7 +1,6 @@
 """What a study of several steps needs is said before anything is sent, and workflows write where they say they do."""
 
 import dataclasses
-import types
 
 import pytest
 
@@ -188,11 +187,9 @@ def toys(monkeypatch):
     )
     made = dataclasses.replace(made, files=lambda outcome: {"it.txt": outcome.model} if outcome.model else {})
     taken = Workflow("read-it", "R.", Reading, modes, read, lambda *_: [], min_sites=1)
-    for name, workflow in {"write_it": made, "read_it": taken}.items():
-        monkeypatch.setitem(
-            __import__("sys").modules, f"cloister.workflows.{name}", types.SimpleNamespace(WORKFLOW=workflow)
-        )
-    monkeypatch.setattr(workflows, "NAMES", (*SHIPPED, "write-it", "read-it"))
+    monkeypatch.setattr(workflows, "_registered", {})
+    for workflow in (made, taken):
+        workflows.register(workflow)
 
 
 def test_a_file_of_an_earlier_step_is_handed_on_at_each_party_its_own(toys, sites, tmp_path):

@@ -103,7 +103,11 @@ class Turn:
 
     def __init__(self, kit: Kit, run: str, ask: Ask) -> None:
         self.kit, self.run, self.tell = kit, run, Teller(kit, run)
-        self.mailbox = Mailboxes(kit.study, kit.me, room()) if kit.study.steps else Mailbox(kit.me, room())
+        self.mailbox = (
+            Mailboxes([part.agreement for part in kit.study.parts], kit.me, room())
+            if kit.study.steps
+            else Mailbox(kit.me, room())
+        )
         self.entropy, self.over = Entropy(), threading.Event()
         self.link = SealedLink(kit.study, kit.me, run, kit.identity, self.mailbox, ask, self.entropy)
 

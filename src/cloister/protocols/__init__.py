@@ -101,6 +101,8 @@ import re
 import types
 from pathlib import Path
 
+from cloister.errors import UsageError
+
 ROOT = Path(__file__).parents[1]
 PLACES = ("mpc", "workflows", "papers")
 DECLARED = re.compile(r'^PROTOCOL = "(\w+)"$', re.MULTILINE)
@@ -117,14 +119,29 @@ def names() -> dict[str, str]:
     return found
 
 
+_added: dict[str, str] = {}  # of other packages
+
+
+def add(name: str, module: str) -> None:
+    """Make the protocol of another package known: its module, dotted in full."""
+    if name in names():
+        raise UsageError(f"'{name}' is a protocol of Cloister; give the one of {module} another name")
+    _added[name] = module
+
+
 def load(name: str) -> types.ModuleType:
     """The module of a protocol."""
-    return importlib.import_module(f"cloister.{names()[name]}")
+    return importlib.import_module(_added[name] if name in _added else f"cloister.{names()[name]}")
+
+
+def docstring(name: str) -> str:
+    """What a protocol's module says about itself; empty if there is no such module."""
+    return (load(name).__doc__ or "") if name in _added else _docstring(name)
 
 
 @functools.cache
-def docstring(name: str) -> str:
-    """What a protocol's module says about itself, read without importing it; empty if there is no such module."""
+def _docstring(name: str) -> str:
+    """Read without importing the module."""
     if name not in names():
         return ""
     path = ROOT / f"{names()[name].replace('.', '/')}.py"
@@ -136,7 +153,6 @@ def section(name: str, title: str) -> str:
     return cut_section(docstring(name), title)
 
 
-@functools.cache
 def lines(name: str) -> tuple[str, ...]:
     """The labels of a protocol's lines (`L1`, `L2`, ...), as its docstring lists them, each once."""
     head = docstring(name).partition("\nReveals\n")[0]

@@ -34,8 +34,8 @@ from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.events import Event
 from cloister.mpc.net.mailbox import Mailbox
+from cloister.mpc.net.memory_transport import Fault, Killed, Wires
 from cloister.mpc.net.receipts import Receipt
-from cloister.rehearsal.memory_transport import Fault, Killed, Wires
 from cloister.rehearsal.progress import passes_of
 from cloister.rehearsal.results import write_files
 from cloister.rehearsal.run import Run, workflow_part

@@ -29,7 +29,7 @@ from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.events import Event, ignore_errors
 from cloister.mpc.net.mailbox import Mailbox
-from cloister.rehearsal.memory_transport import Fault, Killed, MemoryLink, Wires
+from cloister.mpc.net.memory_transport import Fault, Killed, MemoryLink, Wires
 from cloister.rehearsal.processes import run_processes
 from cloister.rehearsal.progress import passes_of
 from cloister.rehearsal.results import write_files

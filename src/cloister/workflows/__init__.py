@@ -1,16 +1,19 @@
-"""The workflows: what a user can run. Each is one file; this one finds them, checks a study, and says what it reveals.
+"""The workflows: what a user can run. This module finds them, checks a study, and says what it reveals.
 
-A workflow file defines `WORKFLOW`: its options, the code of every party (`site`, `coordinator`, and `auxiliary` where a
-mode needs one), the check of a site's cells, and how to draw the result. `data/modes.toml` declares its modes. The file
-also has the public function, `bin_values(adata, session)`: the site's part for who sits in a notebook.
+Each is a folder with a `workflow.py`, or comes from another package by an entry point. A workflow is a `Workflow`: its
+options, the code of every party (`site`, `coordinator`, and `auxiliary` where a mode needs one), the check of a site's
+cells, and how to draw the result. `data/modes.toml` declares the modes of those here. `workflow.py` also has the public
+function, `bin_values(adata, session)`: a site's part in a notebook.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,7 +43,7 @@ SHIPPED = (
     "adapt-model",
     "serve-model",
 )
-NAMES = SHIPPED  # tests and benchmarks add workflows of their own to these
+GROUP = "cloister.workflows"  # entry points by which other packages offer theirs: name = "module:WORKFLOW"
 
 
 def _no_part(session: Session, options: Any) -> Outcome:
@@ -74,6 +77,7 @@ class Workflow:
     release: Callable[[Any], tuple[str, float, int] | None] = lambda options: None  # unit, noise, sums; for accounting
     writes: tuple[str, ...] = ()  # where a site's results go, by options: "obsm[{key_added!r}]"
     stand_in: Mapping[str, Any] = field(default_factory=dict)  # options that say nothing about a file
+    modules: Mapping[str, str] = field(default_factory=dict)  # protocol → its module, for those of another package
     retired: Mapping[str, str] = field(default_factory=dict)  # option of earlier versions → what to do instead
 
     def mode(self, name: str) -> Mode:
@@ -119,18 +123,50 @@ class Workflow:
         return adata, outcome
 
 
+_registered: dict[str, Workflow] = {}
+
+
+def register(workflow: Workflow) -> None:
+    """Offer a workflow in this process; an installed package does so by an entry point of the group GROUP."""
+    if workflow.name in SHIPPED:
+        raise UsageError(f"'{workflow.name}' is a workflow of Cloister; give yours another name")
+    _registered[workflow.name] = _known(workflow)
+
+
+def _known(workflow: Workflow) -> Workflow:
+    for protocol, module in workflow.modules.items():
+        protocols.add(protocol, module)
+    return workflow
+
+
+@functools.cache
+def offered() -> Mapping[str, EntryPoint]:
+    """Workflows of other installed packages; nothing of theirs is imported here."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        if (other := found.setdefault(point.name, point)).value != point.value:
+            raise UsageError(f"two packages offer a workflow '{point.name}': {other.value} and {point.value}")
+    return {name: point for name, point in found.items() if name not in SHIPPED}
+
+
 def names() -> tuple[str, ...]:
-    return NAMES
+    return tuple(dict.fromkeys((*SHIPPED, *sorted(offered()), *_registered)))
 
 
 def get(name: str) -> Workflow:
     """The workflow of that name; its module is imported now and not before."""
-    if name not in NAMES:
-        close = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"known are {', '.join(NAMES)}"
+    if name in SHIPPED:
+        return cast(Workflow, importlib.import_module(f"cloister.workflows.{name.replace('-', '_')}.workflow").WORKFLOW)
+    if name in _registered:
+        return _registered[name]
+    if name not in offered():
+        close = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"known are {', '.join(names())}"
         raise UsageError(f"there is no workflow '{name}'; {hint}")
-    module = importlib.import_module(f"cloister.workflows.{name.replace('-', '_')}.workflow")
-    return cast(Workflow, module.WORKFLOW)
+    found = offered()[name].load()
+    if not isinstance(found, Workflow) or found.name != name:
+        raise UsageError(f"{offered()[name].value} is not the workflow '{name}'; its package has to be corrected")
+    return _known(found)
 
 
 def options_of(workflow: Workflow, given: Mapping[str, Any]) -> Any:
@@ -143,8 +179,8 @@ def options_of(workflow: Workflow, given: Mapping[str, Any]) -> Any:
 def check_plan(study: Study) -> tuple[Workflow, Any]:
     """Workflow and options of a study, or of one step of it, or the error that names what is wrong in it."""
     if study.steps and not study.at:
-        names = ", ".join(step.name for step in study.steps)
-        raise UsageError(f"'{study.name}' is a study of several steps ({names}); run it whole")
+        steps = ", ".join(step.name for step in study.steps)
+        raise UsageError(f"'{study.name}' is a study of several steps ({steps}); run it whole")
     workflow = get(study.workflow)
     needed = workflow.mode(study.mode).auxiliaries
     if len(study.auxiliaries) < needed:
@@ -172,12 +208,12 @@ def check_plan(study: Study) -> tuple[Workflow, Any]:
 
 def learns(name: str, mode: str) -> Rows:
     """Who learns what, in a few plain words: rows of who and what. None for a workflow that is not one of ours."""
-    return get(name).mode(mode).learns if name in NAMES else ()
+    return get(name).mode(mode).learns if name in names() else ()
 
 
 def reveals(study: Study) -> dict[str, str]:
     """Protocol → its `Reveals`, for every one that this study may run, its own first; none where it is a test's own."""
-    if study.workflow not in NAMES:
+    if study.workflow not in names():
         return {}
     workflow, options = check_plan(study)
     return {name: protocols.section(name, "Reveals") for name in workflow.mode(study.mode).may_run(options)}
@@ -192,7 +228,7 @@ def warnings_of(study: Study) -> list[str]:
         notes.append("two sites only: each site can subtract its own input from any opened sum")
     if study.steps and not study.at:
         return notes + [f"{part.place}: {x}" for part in study.parts for x in warnings_of(part) if x not in notes]
-    if study.workflow not in NAMES:
+    if study.workflow not in names():
         return notes
     workflow, options = check_plan(study)
     if study.mode != "hardened":

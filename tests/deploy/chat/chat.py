@@ -10,7 +10,6 @@ With CHAT_MARK in the environment, a party leaves a file there when it reaches r
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +54,7 @@ class Total:
 
 
 async def site(ch: Channel, params: Params, x: F64, pause: float) -> F64:
-    hub, helper = ch.study.coordinator, ch.study.auxiliaries[0]
+    hub, helper = ch.agreement.coordinator, ch.agreement.auxiliaries[0]
     total = x
     for i in range(params.rounds):
         if i == 2 and "CHAT_MARK" in os.environ:
@@ -69,12 +68,12 @@ async def site(ch: Channel, params: Params, x: F64, pause: float) -> F64:
 async def auxiliary(ch: Channel, params: Params) -> None:
     for _ in range(params.rounds):
         inputs = await ch.gather(params.sites, Input, x=(None,))  # L1
-        await ch.send(ch.study.coordinator, Sum(sum(m.x for m in inputs.values())))  # L2
+        await ch.send(ch.agreement.coordinator, Sum(sum(m.x for m in inputs.values())))  # L2
 
 
 async def coordinator(ch: Channel, params: Params) -> F64:
     for _ in range(params.rounds):
-        total = (await ch.recv(ch.study.auxiliaries[0], Sum, x=(None,))).x  # L2
+        total = (await ch.recv(ch.agreement.auxiliaries[0], Sum, x=(None,))).x  # L2
         await ch.scatter(params.sites, Total(total))  # L3
     return total
 
@@ -107,7 +106,4 @@ WORKFLOW = workflows.Workflow(
 
 
 def register() -> None:
-    if "chat" not in workflows.NAMES:
-        workflows.NAMES = (*workflows.NAMES, "chat")
-        here = sys.modules[__name__]
-        sys.modules["cloister.workflows.chat"] = sys.modules["cloister.protocols.chat"] = here
+    workflows.register(WORKFLOW)

@@ -11,8 +11,7 @@ import pytest
 from cloister.arrays import U64
 from cloister.errors import ParameterError, PeerLost, ProtocolAbort
 from cloister.mpc.net import channel, mailbox, wire
-from cloister.mpc.net.channel import NO_RUN, Channel, Endpoint
-from cloister.mpc.net.hello import Hello, Welcome
+from cloister.mpc.net.channel import NO_RUN, Channel, Endpoint, Hello, Welcome
 from cloister.mpc.net.mailbox import COMPUTING, PATIENT, WAITING, Mailbox
 from cloister.mpc.net.receipts import Receipt
 from cloister.mpc.net.wire import Frame, message
@@ -62,7 +61,7 @@ class Tape:
 @contextlib.contextmanager
 def seated(me=HUB, link=None, **options):
     box, tape = Mailbox(me), link or Tape()
-    endpoint = Endpoint(study(**options), me, tape, box, Receipt({}), nonce=bytes)
+    endpoint = Endpoint(study(**options).agreement, me, tape, box, Receipt({}), nonce=bytes)
     try:
         yield endpoint, box, tape
     finally:
@@ -670,7 +669,7 @@ def meet(roles, *, studies=None, params=None, faults=(), runs=1, wires=Wires, **
 
 
 async def asks(ch, _):
-    sites = [p for p in ch.study.parties if p != HUB]
+    sites = [p for p in ch.agreement.parties if p != HUB]
     got = await ch.gather(sites, Ping, y=(None,))
     await ch.scatter(sites, Pong(len(got)))
     return ch.run_id
@@ -731,7 +730,7 @@ def test_different_parameters_stop_before_any_data_moves(odd):
 
 def test_another_version_stops_before_any_data_moves():
     with seated() as (endpoint, box, tape):
-        mine = Hello("0", endpoint.study.digest, wire.digest("toy", None), bytes(16))
+        mine = Hello("0", endpoint.agreement.digest, wire.digest("toy", None), bytes(16))
         for p in (A, B, C):
             hello = dataclasses.replace(mine, version=channel.WIRE_VERSION if p != B else "99.1")
             box.put(p, hello_frame(p, hello))
@@ -749,7 +748,7 @@ def test_a_nonce_has_sixteen_bytes():
     with seated() as (endpoint, box, _):
         for p in (A, B, C):
             short = bytes(15 if p == A else 16)
-            hello = Hello(channel.WIRE_VERSION, endpoint.study.digest, wire.digest("toy", None), short)
+            hello = Hello(channel.WIRE_VERSION, endpoint.agreement.digest, wire.digest("toy", None), short)
             box.put(p, hello_frame(p, hello))
         with pytest.raises(ProtocolAbort) as e:
             endpoint.drive(endpoint.open_run("toy", None))
@@ -759,7 +758,7 @@ def test_a_nonce_has_sixteen_bytes():
 @pytest.mark.parametrize("lie", ["another nonce", "without me", "without the coordinator", "with a stranger"])
 def test_a_coordinator_that_repeats_another_hello_is_caught(lie):
     with seated(me=A) as (endpoint, box, tape):
-        hello = Hello(channel.WIRE_VERSION, endpoint.study.digest, wire.digest("toy", None), bytes(16))
+        hello = Hello(channel.WIRE_VERSION, endpoint.agreement.digest, wire.digest("toy", None), bytes(16))
         hellos = dict.fromkeys((HUB, A, B, C), hello)
         if lie == "another nonce":
             hellos[A] = dataclasses.replace(hello, nonce=b"x" * 16)

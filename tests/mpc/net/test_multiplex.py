@@ -14,7 +14,7 @@ from cloister.errors import ProtocolAbort
 from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net import wire
-from cloister.mpc.net.hello import Hello, Welcome
+from cloister.mpc.net.channel import Hello, Welcome
 from cloister.mpc.net.multiplex import EARLY, Mailboxes, StepLink
 from cloister.mpc.net.wire import Frame
 from cloister.rehearsal.run import workflow_part
@@ -71,7 +71,7 @@ def play(study, plans=None, studies=None, late=None, part=workflow_part):
     keys = {p: Identity.create(Entropy()) for p in study.parties}
     publics = {p: i.public for p, i in keys.items()}
     mine = {p: (studies or {}).get(p, study).with_keys(publics) for p in study.parties}
-    boxes = {p: Mailboxes(mine[p], p) for p in study.parties}
+    boxes = {p: Mailboxes([part.agreement for part in mine[p].parts], p) for p in study.parties}
     done, errors, receipts = {p: [] for p in study.parties}, {}, {p: [] for p in study.parties}
 
     def turn(p):
@@ -207,7 +207,7 @@ def test_a_coordinator_that_repeats_a_step_is_named():
 
 
 def box_at(number, me=A):
-    boxes = Mailboxes(three_steps(), me)
+    boxes = Mailboxes([part.agreement for part in three_steps().parts], me)
     for i in range(1, number + 1):
         boxes.begin(i)
     return boxes

@@ -8,7 +8,7 @@ from cloister.errors import ReceiptError
 from cloister.mpc.net.receipts import Entry, Receipt, compare
 from cloister.mpc.net.transcript import Transcript
 from cloister.mpc.net.wire import message
-from cloister.study import Party
+from cloister.mpc.parties import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
 
 HUB, A, B, C = map(Party, ("hub", "a", "b", "c"))

@@ -17,7 +17,7 @@ from cloister.errors import WireError
 from cloister.mpc.net import wire
 from cloister.mpc.net.mailbox import Mailbox
 from cloister.mpc.net.wire import Frame, message
-from cloister.study import Party
+from cloister.mpc.parties import Party
 
 try:
     from typing import TypeAliasType  # Python 3.12

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloister.errors import DataError, ParameterError
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import announced_counts
 from cloister.mpc.sums.announced_counts import MOST, STEPS, Params, excessive, fits, least, rounded_up
-from cloister.study import Party
 from cloister.testing import Case, check_lies, check_no_errors, check_view, run_protocol, values
 
 HUB, SITES = Party("hub"), tuple(map(Party, ("a", "b", "c")))

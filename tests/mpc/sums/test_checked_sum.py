@@ -6,10 +6,10 @@ import pytest
 
 from cloister.errors import ParameterError
 from cloister.mpc.crypto import sum_tags
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import checked_sum, secure_sum
 from cloister.mpc.sums.checked_sum import Params
 from cloister.mpc.testing import lies
-from cloister.study import Party
 from cloister.testing import (
     Case,
     check_abort,

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from cloister.errors import ParameterError
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import common_seed
 from cloister.rehearsal.rehearsal import Fault
-from cloister.study import Party
 from cloister.testing import (
     Case,
     check_abort,

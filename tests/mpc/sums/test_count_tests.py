@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import count_tests
 from cloister.mpc.sums.count_tests import Params
 from cloister.rehearsal.rehearsal import Fault
-from cloister.study import Party
 from cloister.testing import (
     Case,
     check_abort,

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tests.old_steps import pooled_quantiles as old
 
 from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import pooled_quantiles, secure_sum
 from cloister.mpc.sums.pooled_quantiles import Edges, Params, Refine
 from cloister.mpc.sums.value_counts import Table, distinct
 from cloister.rehearsal.rehearsal import Fault
-from cloister.study import Party
 from cloister.testing import Case, check_abort, check_cost, check_ideal, check_vectors, check_view, run_protocol, values
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "pooled_quantiles.json"

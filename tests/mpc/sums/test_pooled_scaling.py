@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from cloister.errors import DataError
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import pooled_scaling
 from cloister.rehearsal.rehearsal import Fault
-from cloister.study import Party
 from cloister.testing import (
     Case,
     check_cost,

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.mpc.crypto import shamir
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import secure_sum
 from cloister.mpc.sums.secure_sum import Params
 from cloister.rehearsal.rehearsal import Fault
-from cloister.study import Party
 from cloister.testing import (
     Case,
     check_abort,

@@ -13,6 +13,7 @@ from cloister.mpc.crypto import shamir
 from cloister.mpc.crypto.agreement import KeyPair, agree, bind, hkdf
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.prg import expand
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import (
     checked_sum,
     common_seed,
@@ -24,7 +25,6 @@ from cloister.mpc.sums import (
 from cloister.mpc.testing.lies import Lie, Stage
 from cloister.papers import row_sums
 from cloister.rehearsal.rehearsal import Fault
-from cloister.study import Party
 from cloister.testing import Case, check_no_errors, dealt_seeds, run_protocol, values
 from cloister.workflows.find_outliers import counted_forest
 from cloister.workflows.fine_tune import training_terms

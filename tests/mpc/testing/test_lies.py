@@ -13,11 +13,11 @@ from cloister.arrays import F64, U64
 from cloister.disclosure import Rows
 from cloister.errors import DataError, ProtocolAbort
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import secure_sum
 from cloister.mpc.sums.signatures import check_signed
 from cloister.mpc.testing import lies
 from cloister.mpc.testing.lies import Lie, Stage, all_lies, borrowed, changes, one_of_each
-from cloister.study import Party
 from cloister.testing import Case, check_lies, check_no_errors, run_protocol, values
 
 HUB, A, B, C = map(Party, ("hub", "a", "b", "c"))

@@ -7,9 +7,9 @@ import pytest
 
 from cloister.errors import ParameterError
 from cloister.mpc.crypto.replicated import Ring, word_matmul
+from cloister.mpc.parties import Party
 from cloister.mpc.three_party import packing
 from cloister.mpc.three_party.verified import Verified
-from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
 
 THREE = tuple(map(Party, ("a", "b", "c")))

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.mpc.crypto.replicated import Ring, index_bits
-from cloister.mpc.three_party import replicated, replicated_linear, selection
+from cloister.mpc.parties import Party
+from cloister.mpc.three_party import replicated, selection
 from cloister.mpc.three_party.replicated import Trio, join
 from cloister.rehearsal.rehearsal import Fault
-from cloister.study import Party
 from cloister.testing import Case, check_no_errors, fixed_entropy, run_protocol, transcript, values
 
 TRIO = tuple(map(Party, ("ann", "ben", "cat")))
@@ -310,7 +310,7 @@ def test_frames_carry_no_share_in_the_clear():
 
 
 def test_large_arrays_travel_in_parts(monkeypatch):
-    monkeypatch.setattr(replicated_linear, "PART", 7)
+    monkeypatch.setattr(replicated, "PART", 7)
     ring, x = Ring(40), integers(Ring(40), (5, 4), 3)
 
     async def script(trio, mine):

@@ -7,9 +7,9 @@ import pytest
 
 from cloister.mpc.crypto.agreement import key_pair
 from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.parties import Party
 from cloister.mpc.testing.lies import Lie, Stage
-from cloister.mpc.three_party import replicated_linear, sealed_links
-from cloister.study import Party
+from cloister.mpc.three_party import replicated, sealed_links
 from cloister.testing import Case, check_no_errors, run_protocol
 
 TRIO = ANN, BEN, CAT = tuple(map(Party, ("ann", "ben", "cat")))
@@ -41,7 +41,7 @@ def meet(ends, stage=None):
 
 @pytest.mark.parametrize(
     ("ends", "protocol", "line"),
-    [(sealed_links.Links, "verified", "V1"), (replicated_linear.Linear, "replicated", "R1")],
+    [(sealed_links.Links, "verified", "V1"), (replicated.Trio, "replicated", "R1")],
 )
 @pytest.mark.parametrize(("of", "to"), [(CAT, ANN), (ANN, BEN), (DAN, CAT), (BEN, DAN)])
 def test_one_key_that_is_not_its_senders_is_refused_by_who_gets_it(ends, protocol, line, of, to):
@@ -53,6 +53,6 @@ def test_one_key_that_is_not_its_senders_is_refused_by_who_gets_it(ends, protoco
     assert f"'{of}'" in str(error)
 
 
-@pytest.mark.parametrize("ends", [sealed_links.Links, replicated_linear.Linear])
+@pytest.mark.parametrize("ends", [sealed_links.Links, replicated.Trio])
 def test_keys_that_are_signed_pass(ends):
     check_no_errors(meet(ends))

@@ -8,8 +8,8 @@ from knn_cases import ASK, agree, case
 from liars import counting, forger, liar, play, replaced
 
 from cloister.errors import ProtocolAbort
+from cloister.mpc.parties import Party
 from cloister.mpc.three_party import verification
-from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
 from cloister.workflows.map_labels import private_knn, verified_knn
 

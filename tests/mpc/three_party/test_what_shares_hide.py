@@ -8,8 +8,8 @@ import pytest
 from cloister.mpc.crypto import oblivious_transfer
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.replicated import Ring
+from cloister.mpc.parties import Party
 from cloister.mpc.three_party.replicated import Bits, Trio
-from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
 
 TRIO = tuple(map(Party, ("ann", "ben", "cat")))

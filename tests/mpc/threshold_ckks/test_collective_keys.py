@@ -12,8 +12,8 @@ from collective import HUB, SMALL, encrypt, faults_on, names, own, secrets, size
 from cloister.errors import ParameterError
 from cloister.mpc.crypto.ckks import scheme as ckks
 from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.parties import Party
 from cloister.mpc.threshold_ckks import collective_key, collective_relin, collective_rotation
-from cloister.study import Party
 from cloister.testing import (
     Case,
     check_cost,

@@ -13,8 +13,8 @@ from cloister.errors import ParameterError, RefusedError
 from cloister.mpc.crypto.ckks import scheme as ckks
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.rns import slots
+from cloister.mpc.parties import Party
 from cloister.mpc.threshold_ckks import collective_refresh, key_switch, threshold_decrypt
-from cloister.study import Party
 from cloister.testing import Case, check_cost, check_no_errors, check_vectors, check_view, run_protocol, values
 
 VECTORS = Path(__file__).parents[2] / "vectors"

@@ -559,7 +559,7 @@ def test_a_vocabulary_that_lacks_a_name_ends_the_run(change, monkeypatch):
     monkeypatch.setattr(pooled_contrasts, "agree", lambda *args: change(look(*args)))
     run = run_protocol(pooled_contrasts, case(covariates=True, g=20, per_group=(4, 4), thresholds=NONE), timeout=2.0)
     assert not values(run)
-    assert {run.errors[u].code for u in run.study.sites} & {"names"}
+    assert {run.errors[u].code for u in run.agreement.sites} & {"names"}
 
 
 # ---- floors, and what cannot be compared -----------------------------------------------------------------------------

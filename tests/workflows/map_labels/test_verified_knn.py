@@ -68,10 +68,10 @@ def test_batches_give_the_same():
 
 
 def test_large_proofs_are_made_without_waiting(monkeypatch):
-    from cloister.mpc.three_party import verified_linear
+    from cloister.mpc.three_party import verified
 
     c = case(m=30, rows=(90, 70))
-    monkeypatch.setattr(verified_linear, "PENDING", 4096)
+    monkeypatch.setattr(verified, "PENDING", 4096)
     check_ideal(verified_knn, [c], agree=agree)
 
 

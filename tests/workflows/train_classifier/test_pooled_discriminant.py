@@ -164,7 +164,7 @@ def test_every_party_has_the_same_model_and_the_receipt_has_the_smallest_groups(
     models = list(values(run).values())
     assert all(np.array_equal(m.coefficients, models[0].coefficients) for m in models)
     assert models[0].openings == 3
-    for u in run.study.sites:
+    for u in run.agreement.sites:
         lines = {e.line: e.name for e, _ in run.receipts[u].entries if e.kind == "contributed"}
         assert set(lines) == {"L4", "L5", "L6"}
         for text in lines.values():
@@ -689,7 +689,7 @@ def test_sums_of_no_cells_end_the_run(line, step, change, monkeypatch):
         )
     run = run_protocol(pooled_discriminant, case(), timeout=5.0)
     assert not values(run)
-    assert {(run.errors[u].line, run.errors[u].code) for u in run.study.parties} == {(line, "absurd")}
+    assert {(run.errors[u].line, run.errors[u].code) for u in run.agreement.parties} == {(line, "absurd")}
 
 
 def test_a_coordinator_cannot_change_a_sum():

@@ -303,7 +303,7 @@ def test_a_site_that_invents_answers_ends_the_run(line, counts, more, monkeypatc
     monkeypatch.setattr(logistic_terms.Cells, counts, invented)
     run = run_protocol(pooled_logistic, case(), timeout=5.0)
     assert not values(run)
-    assert {(run.errors[u].line, run.errors[u].code) for u in run.study.parties} == {(line, "absurd")}
+    assert {(run.errors[u].line, run.errors[u].code) for u in run.agreement.parties} == {(line, "absurd")}
 
 
 def test_a_sketch_of_nothing_ends_the_run(monkeypatch):
@@ -312,7 +312,7 @@ def test_a_sketch_of_nothing_ends_the_run(monkeypatch):
     monkeypatch.setattr(logistic_terms.Terms, "rank", 8)  # fewer directions than genes
     run = run_protocol(pooled_logistic, case(), timeout=5.0)
     assert not values(run)
-    assert {(run.errors[u].line, run.errors[u].code) for u in run.study.parties} == {("L5", "absurd")}
+    assert {(run.errors[u].line, run.errors[u].code) for u in run.agreement.parties} == {("L5", "absurd")}
 
 
 def test_one_liar():
@@ -352,7 +352,7 @@ def test_bad_input_is_named_to_the_site(change, message):
 
 def test_labels_that_the_study_does_not_list():
     run = run_protocol(pooled_logistic, case(labels=("type 0", "type 1")), timeout=2.0)
-    assert all("vocabulary" in str(run.errors[u]) for u in run.study.sites)
+    assert all("vocabulary" in str(run.errors[u]) for u in run.agreement.sites)
 
 
 def test_two_spaces_abort_by_name():

@@ -10,7 +10,7 @@ A transport (memory, processes, FLARE) only carries frames between parties it ha
 and a `Mailbox` (in mailbox.py) that it fills. Everything else is here, the same for all of them:
 
 - *Agreement.* Before a run, every party tells the coordinator the digest of its study, of the protocol and of its
-  public parameters, and gets everyone's back (hello.py). Any difference aborts. The run id hashes all of that and a
+  public parameters, and gets everyone's back (H1, H2). Any difference aborts. The run id hashes all of that and a
   nonce of every party, so no two runs have the same.
 - *Order.* Data frames carry the run id, the sub-protocol's scope and a sequence number. A replay, a swap or a
   duplicate aborts, as does a frame that is no message or comes from somebody else than it says.
@@ -42,17 +42,18 @@ from typing import Any, Protocol, TypeVar
 from cloister._version import WIRE_VERSION
 from cloister.disclosure import Contribution
 from cloister.errors import LEFT, ParameterError, PeerLost, ProtocolAbort, WireError, blame, code_of
-from cloister.mpc.net import hello, wire
+from cloister.mpc.net import wire
 from cloister.mpc.net.events import Event, ignore_errors
 from cloister.mpc.net.mailbox import COMPUTING, PATIENT, WAITING, Failure, Mailbox
 from cloister.mpc.net.receipts import Entry, Receipt
 from cloister.mpc.net.transcript import Transcript
 from cloister.mpc.net.waiting import Bell, Wait
-from cloister.mpc.net.wire import Frame, Shape
-from cloister.study import Party, Study
+from cloister.mpc.net.wire import Frame, Shape, message
+from cloister.mpc.parties import Agreement, Party
 
 T = TypeVar("T")
 NO_RUN = bytes(16)
+NAME = "channel"
 
 
 class Link(Protocol):
@@ -69,7 +70,7 @@ class Endpoint:
 
     def __init__(
         self,
-        study: Study,
+        agreement: Agreement,
         me: Party,
         link: Link,
         mailbox: Mailbox,
@@ -78,8 +79,8 @@ class Endpoint:
         nonce: Callable[[int], bytes],
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        self.study, self.me, self.mailbox, self.receipt = study, me, mailbox, receipt
-        self.peers = tuple(p for p in study.parties if p != me)
+        self.agreement, self.me, self.mailbox, self.receipt = agreement, me, mailbox, receipt
+        self.peers = tuple(p for p in agreement.parties if p != me)
         self.runs = 0
         self.sent_bytes = self.sent_messages = self.rounds = 0
         self.claimed: set[tuple[str, bytes]] = set()  # protocols whose keys depend on a channel's id, by that id
@@ -90,7 +91,7 @@ class Endpoint:
         self.waits = {False: 0, True: 0}  # open waits, by whether they go on without the missing
         self._ticked = time.monotonic()
         self._closing = threading.Event()
-        self._beat = min(2.0, study.timeout / 8)
+        self._beat = min(2.0, agreement.timeout / 8)
         self.poll = self._beat / 2
         self._pulse = threading.Thread(target=self._keep_pulse, name=f"pulse-{me}", daemon=True)
         self._pulse.start()
@@ -181,15 +182,15 @@ class Endpoint:
     async def open_run(self, protocol: str, params: Any) -> Channel:
         """Agree on study, version and parameters with everyone, and on a run id that is new."""
         self.runs += 1
-        mine = hello.Hello(WIRE_VERSION, self.study.digest, wire.digest(protocol, params), self._nonce(16))
+        mine = Hello(WIRE_VERSION, self.agreement.digest, wire.digest(protocol, params), self._nonce(16))
         lobby = Channel(self, f"hello/{self.runs}", NO_RUN)
-        return Channel(self, str(self.runs), await hello.agree(lobby, mine, self.peers, first=self.runs == 1))
+        return Channel(self, str(self.runs), await _agree(lobby, mine, self.peers, first=self.runs == 1))
 
     # -- frames ----------------------------------------------------------------------------------------------------
 
     def post(self, to: Party, scope: str, run: bytes, msg: Any) -> None:
         spec = type(msg).__message__
-        if to not in self.study.parties or to == self.me:
+        if to not in self.agreement.parties or to == self.me:
             raise ParameterError(f"{spec.name} cannot go to '{to}': not another party of the study")
         seq = self._seq[to, scope]
         self._seq[to, scope] += 1
@@ -224,7 +225,7 @@ class Channel:
 
     def __init__(self, endpoint: Endpoint, scope: str, run_id: bytes, above: Transcript | None = None) -> None:
         self._endpoint, self.scope, self.run_id = endpoint, scope, run_id
-        self.me, self.study = endpoint.me, endpoint.study
+        self.me, self.agreement = endpoint.me, endpoint.agreement
         self.transcript = Transcript(run_id, above)
 
     def sub(self, label: str, params: Any = None, *, apart: bool = False) -> Channel:
@@ -294,11 +295,11 @@ class Channel:
         A wait `aside` stands beside a computation: it does not make this party's pulses report that it is waiting.
         """
         senders = tuple(senders)
-        if strangers := [p for p in senders if p == self.me or p not in self.study.parties]:
+        if strangers := [p for p in senders if p == self.me or p not in self.agreement.parties]:
             raise ParameterError(f"nothing can come from '{strangers[0]}': not another party of the study")
         got: dict[Party, T] = {}
         endpoint, box, spec = self._endpoint, self._endpoint.mailbox, kind.__message__  # type: ignore[attr-defined]
-        wait = Wait(self.study, box, senders, endpoint.poll, quorum=quorum is not None)
+        wait = Wait(self.agreement, box, senders, endpoint.poll, quorum=quorum is not None)
         endpoint.waits[quorum is not None] += not aside
         endpoint.rounds += 1
         try:
@@ -320,7 +321,7 @@ class Channel:
                     break
                 wait.tick()
                 for party in tuple(wait.pending):
-                    if lost := _lost(party, failures[party], wait.over(party), spec, self.study):
+                    if lost := _lost(party, failures[party], wait.over(party), spec, self.agreement):
                         if quorum is None:
                             raise lost
                         wait.pending.remove(party)
@@ -408,7 +409,9 @@ class Channel:
         self._endpoint.tell("step", protocol, line, name, done=done, of=of)
 
 
-def _lost(party: Party, failure: Failure | None, over: float, spec: wire.Spec, study: Study) -> ProtocolAbort | None:
+def _lost(
+    party: Party, failure: Failure | None, over: float, spec: wire.Spec, agreement: Agreement
+) -> ProtocolAbort | None:
     """Why nothing more is expected of `party`: it failed, or the wait for it is `over` after so many seconds."""
     if failure is not None:
         if failure.own:
@@ -418,7 +421,7 @@ def _lost(party: Party, failure: Failure | None, over: float, spec: wire.Spec, s
         else:
             lost = ProtocolAbort(failure.protocol, failure.line, failure.code, failure.detail)
             lost.heard = True
-        known = failure.origin in study.parties
+        known = failure.origin in agreement.parties
         blame(lost, failure.origin if known else party, failure.began if known else failure.code)
         return lost
     if over:
@@ -427,3 +430,62 @@ def _lost(party: Party, failure: Failure | None, over: float, spec: wire.Spec, s
         blame(lost, party, "timeout")
         return lost
     return None
+
+
+# ---- hello: H1 u → S, version, digests of agreement, protocol and parameters, nonce; H2 S ⇒ u, everyone's H1 ---------
+
+
+@message("H1", protocol=NAME)
+class Hello:  # every party → coordinator
+    version: str
+    study: bytes  # digest
+    params: bytes  # digest of protocol name and public parameters
+    nonce: bytes
+
+
+@message("H2", protocol=NAME)
+class Welcome:  # coordinator → every party
+    hellos: dict[Party, Hello]
+
+
+async def _agree(lobby: Channel, mine: Hello, peers: Iterable[Party], *, first: bool) -> bytes:
+    """H1, H2: the id of the run."""
+    hub = lobby.agreement.coordinator
+    if lobby.me == hub:
+        # the first time everyone must be there, but for servers that have no part in this workflow and leave at once;
+        # later on, who has dropped out since is left out
+        spare = set(lobby.agreement.auxiliaries) - {hub}
+        needed = [p for p in peers if p not in spare]
+        hellos = {hub: mine, **await lobby.gather(needed, Hello, quorum=None if first else 1)}
+        hellos |= await lobby.gather([p for p in peers if p in spare], Hello, quorum=0)  # H1
+        await lobby.broadcast([p for p in hellos if p != hub], Welcome(hellos))  # H2
+        check_hellos(hellos, hub, lobby.agreement)  # after it, so that everyone can say who differs
+    else:
+        await lobby.send(hub, mine)  # H1
+        hellos = {Party(p): h for p, h in (await lobby.recv_broadcast(hub, Welcome)).hellos.items()}  # H2
+        known = {hub, lobby.me} <= hellos.keys() <= set(lobby.agreement.parties)
+        if not known or hellos[lobby.me].nonce != mine.nonce:
+            raise ProtocolAbort(NAME, "H2", "mismatch", "the coordinator repeats another hello than was sent")
+        check_hellos(hellos, lobby.me, lobby.agreement)
+    nonces = {p: h.nonce for p, h in hellos.items()}
+    return wire.digest("run", mine.study, mine.params, mine.version, nonces)
+
+
+def check_hellos(hellos: Mapping[Party, Hello], me: Party, agreement: Agreement | None = None) -> None:
+    """Raise unless all parties agreed on the same things as `me`; who is at another step receives that."""
+    mine = hellos[me]
+    for p, h in hellos.items():
+        if agreement is not None and h.study != mine.study and (place := agreement.places.get(h.study, "")):
+            why = f"'{p}' is at {place}, and '{me}' at {agreement.place}; nothing was sent"
+            raise ProtocolAbort(NAME, "H2", "order", why)
+    for field, what in {
+        "version": "another version of Cloister",
+        "study": "another study file",
+        "params": "other options for this workflow",
+    }.items():
+        others = [p for p, h in hellos.items() if getattr(h, field) != getattr(mine, field)]
+        if others:
+            names = ", ".join(sorted(others))
+            raise ProtocolAbort(NAME, "H2", "mismatch", f"{names} came with {what} than {me}; nothing was sent")
+    if any(len(h.nonce) != 16 for h in hellos.values()):
+        raise ProtocolAbort(NAME, "H2", "malformed", "a nonce that is not 16 bytes")

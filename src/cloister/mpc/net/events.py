@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
-from cloister.study import Party
+from cloister.mpc.parties import Party
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

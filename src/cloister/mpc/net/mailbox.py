@@ -19,7 +19,7 @@ from collections.abc import Callable
 from cloister.errors import GONE, WireError, in_words
 from cloister.mpc.net import wire
 from cloister.mpc.net.wire import Frame
-from cloister.study import Party
+from cloister.mpc.parties import Party
 
 WAITING, PATIENT, COMPUTING = 0, 1, 2  # what a pulse says; patient: will go on without the missing
 MAX_WAITING = 1 << 16  # messages of one party that arrived and are not yet asked for

@@ -17,13 +17,14 @@ The digests that the hellos compare (H1, H2) are of the whole study and of the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cloister.errors import WireError
 from cloister.mpc.net import wire
 from cloister.mpc.net.mailbox import ROOM, Failure, Mailbox
-from cloister.study import Party, Study
+from cloister.mpc.parties import Agreement, Party
 
 HELLOS = ("channel.Hello", "channel.Welcome")
 SHORT = 1 << 16  # bytes; pulses, aborts and hellos are shorter
@@ -53,9 +54,8 @@ class StepLink:
 class Mailboxes:
     """The mailboxes of one party, one for each step; a transport fills it as it would fill a `Mailbox`."""
 
-    def __init__(self, study: Study, me: Party, room: int = ROOM) -> None:
-        self._study, self.me, self.room = study, me, room
-        self.parts = study.parts
+    def __init__(self, parts: Sequence[Agreement], me: Party, room: int = ROOM) -> None:
+        self.parts, self.me, self.room = tuple(parts), me, room
         self._whole = Mailbox(me, room)  # counts what has not come whole, and knows who is gone
         self._boxes = [Mailbox(me, EARLY) for _ in self.parts]
         self._at = 1  # the step that is going on
@@ -98,7 +98,7 @@ class Mailboxes:
         if frame.kind != "data":
             return number < at and frame.kind == "bye"  # it has ended that step, as this party has
         hello = frame.name in HELLOS
-        if number > at and not (hello and self.me == self._study.coordinator):
+        if number > at and not (hello and self.me == self.parts[0].coordinator):
             self._refuse(sender, number, at, "went on to")
             return True
         if number < at and hello:

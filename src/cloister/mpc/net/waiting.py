@@ -14,14 +14,16 @@ import time
 from collections.abc import Iterable
 
 from cloister.mpc.net.mailbox import COMPUTING, PATIENT, Mailbox
-from cloister.study import Party, Study
+from cloister.mpc.parties import Agreement, Party
 
 
 class Wait:
     """One wait for several parties; `quorum` says that it goes on without the missing."""
 
-    def __init__(self, study: Study, mailbox: Mailbox, senders: Iterable[Party], poll: float, *, quorum: bool) -> None:
-        self.study, self.mailbox, self.poll = study, mailbox, poll
+    def __init__(
+        self, agreement: Agreement, mailbox: Mailbox, senders: Iterable[Party], poll: float, *, quorum: bool
+    ) -> None:
+        self.agreement, self.mailbox, self.poll = agreement, mailbox, poll
         self.pending = list(senders)
         self._active = (COMPUTING,) if quorum else (COMPUTING, PATIENT)
         self._heard = dict.fromkeys(self.pending, -1)
@@ -42,7 +44,7 @@ class Wait:
         )  # a frozen process counts as one poll, not as silence
         self._waited += tick
         before, self._busy = self._busy, sum(self.mailbox.busy[state] for state in self._active)
-        fading = self.mailbox.fading(now, self.study.timeout / 2, 2 * self.study.timeout)
+        fading = self.mailbox.fading(now, self.agreement.timeout / 2, 2 * self.agreement.timeout)
         self._idle = 0.0 if self._busy != before else self._idle if fading else self._idle + tick
         for party in self.pending:
             before, self._heard[party] = self._heard[party], self.mailbox.heard[party]
@@ -50,7 +52,7 @@ class Wait:
 
     def over(self, party: Party) -> float:
         """The seconds after which waiting for `party` has ended; 0 if it has not."""
-        timeout, patience = self.study.timeout, self.study.patience
+        timeout, patience = self.agreement.timeout, self.agreement.patience
         if self._waited > patience:
             return patience
         return timeout if self._silent[party] > timeout or self._idle > timeout else 0.0

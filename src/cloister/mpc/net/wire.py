@@ -35,7 +35,7 @@ import numpy as np
 from cloister.errors import WireError
 from cloister.mpc.net import values
 from cloister.mpc.net.values import MAX_FRAME, MAX_ITEMS, Codec
-from cloister.study import Party
+from cloister.mpc.parties import Party
 
 FORMAT = 1
 MAX_TEXT = 1 << 16  # bytes of one string

@@ -54,7 +54,7 @@ from dataclasses import dataclass
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
-from cloister.study import Party
+from cloister.mpc.parties import Party
 
 NAME = "announced_counts"
 STEPS = 64  # of one power of two: a count is rounded up by at most 1/64

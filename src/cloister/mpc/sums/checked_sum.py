@@ -54,9 +54,9 @@ from cloister.mpc.crypto.agreement import bind, hkdf
 from cloister.mpc.crypto.sum_tags import WORDS, TagKey, check_tag, tag, tag_key
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.sums.common_seed import Seed
 from cloister.mpc.sums.secure_sum import add, add_pads
-from cloister.study import Party
 
 NAME = "checked_sum"
 

@@ -45,9 +45,9 @@ from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net import wire
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.sums.retry_without_dropouts import still_there
 from cloister.mpc.sums.signatures import check_signed
-from cloister.study import Party
 
 NAME = "common_seed"
 BOX = 32 + 28  # bytes of one sealed part
@@ -106,7 +106,7 @@ class Confirms:  # S → u
 
 
 def quorum(ch: Channel, params: Params) -> int:
-    return len(params.sites) if params.everyone else ch.study.quorum(len(params.sites))
+    return len(params.sites) if params.everyone else ch.agreement.quorum(len(params.sites))
 
 
 def ideal(params: Params, xs: Mapping[Party, None]) -> dict[Party, str | None]:

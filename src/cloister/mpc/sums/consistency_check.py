@@ -34,8 +34,8 @@ from cloister.errors import ProtocolAbort
 from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.sums.signatures import check_signed
-from cloister.study import Party
 
 PROTOCOL = "same_view"
 
@@ -77,7 +77,7 @@ async def site(ch: Channel, params: Params, *, identity: Identity) -> None:
     mine = identity.sign(NAME, step.run_id)
     await step.send(params.coordinator, Signature(mine))  # V1
     signatures = (await step.recv(params.coordinator, Signatures)).signatures  # V2
-    t = ch.study.quorum(len(params.sites))
+    t = ch.agreement.quorum(len(params.sites))
     if not set(signatures) <= set(params.sites) or len(signatures) < t or ch.me not in signatures:
         raise ProtocolAbort(NAME, "V2", "split-view", f"{len(signatures)} sites signed, {t} needed, and mine")
     for v, signature in signatures.items():
@@ -88,6 +88,6 @@ async def coordinator(ch: Channel, params: Params) -> tuple[Party, ...]:
     """Play S. Returns who is still there; sites that stopped after their last sum are left out."""
     step = ch.sub("same-view")
     there = [u for u in params.sites if not ch.lost(u)]
-    signatures = await step.gather(there, Signature, quorum=ch.study.quorum(len(params.sites)))  # V1
+    signatures = await step.gather(there, Signature, quorum=ch.agreement.quorum(len(params.sites)))  # V1
     await step.scatter(signatures, Signatures({v: m.signature for v, m in signatures.items()}))  # V2
     return tuple(signatures)

@@ -62,8 +62,8 @@ from cloister.mpc.crypto.prg import Prg
 from cloister.mpc.net import wire
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import secure_sum
-from cloister.study import Party
 
 NAME = "count_tests"
 

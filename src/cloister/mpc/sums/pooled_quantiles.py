@@ -73,9 +73,9 @@ from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import consistency_check, secure_sum
 from cloister.mpc.sums.value_counts import Table
-from cloister.study import Party
 
 NAME = "pooled_quantiles"
 MOST = 1 << 48  # values that all sites together may hold in a cell

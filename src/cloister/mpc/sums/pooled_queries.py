@@ -18,8 +18,8 @@ from cloister.disclosure import Contribution, constant, join
 from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Channel
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import checked_sum, common_seed
-from cloister.study import Party
 
 T = TypeVar("T")
 Part = Callable[[], Contribution]  # of one site

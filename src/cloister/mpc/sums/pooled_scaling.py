@@ -52,9 +52,9 @@ from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.fixed_point import FixedPoint
 from cloister.mpc.net.channel import Channel
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import checked_sum, common_seed, consistency_check
 from cloister.mpc.sums.pooled_queries import Asking, lanes_of
-from cloister.study import Party
 
 NAME = "pooled_scaling"
 EXPONENTS = (-64, 64)  # powers of two that |x| may have

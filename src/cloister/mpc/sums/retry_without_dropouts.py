@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 from cloister.errors import LEFT, CloisterError, PeerLost, ProtocolAbort, blame
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
-from cloister.study import Party
+from cloister.mpc.parties import Party
 
 PROTOCOL = "attempts"
 

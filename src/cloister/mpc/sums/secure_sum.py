@@ -67,9 +67,9 @@ from cloister.mpc.crypto.prg import expand
 from cloister.mpc.net import wire
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Agreement, Party
 from cloister.mpc.sums.retry_without_dropouts import still_there
 from cloister.mpc.sums.signatures import check_signed
-from cloister.study import Party, Study
 
 NAME = "secure_sum"
 SHARE = 66  # bytes of one Shamir share
@@ -102,9 +102,9 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
         """k: contributors that may help a lying aggregator, and it still gets one answer only; t > (n + k)/2."""
         return 2 * self.t - len(self.contributors) - 1
 
-    def raised(self, study: Study) -> Params:
-        """With the threshold that as many colluders need as the study names, if that is larger."""
-        return replace(self, threshold=max(self.t, study.quorum(len(self.contributors))))
+    def raised(self, agreement: Agreement) -> Params:
+        """With the threshold that as many colluders need as were agreed on, if that is larger."""
+        return replace(self, threshold=max(self.t, agreement.quorum(len(self.contributors))))
 
     def point(self, u: Party) -> int:
         return self.contributors.index(u) + 1
@@ -301,7 +301,7 @@ async def contribute(
     if x.shape != (params.length,) or x.dtype != np.uint64:
         raise ParameterError(f"expected {params.length} words of uint64, found {x.dtype} of shape {x.shape}")
     ch.claim(NAME)
-    params, S = params.raised(ch.study), params.aggregator
+    params, S = params.raised(ch.agreement), params.aggregator
     c, s = key_pair(entropy), key_pair(entropy)
     signature = identity.sign(f"{NAME}/keys", signed_keys(ch.run_id, ch.me, c.public, s.public))
     keys = Keys(c.public, s.public, signature)
@@ -347,7 +347,7 @@ async def contribute(
 
 async def aggregator(ch: Channel, params: Params, among: tuple[Party, ...] = (), *, wide: bool = False) -> Sum:
     """Play S. Contributors that drop out or stay silent are left out, as long as t remain."""
-    params = params.raised(ch.study)
+    params = params.raised(ch.agreement)
     t = params.t
     keys = await ch.gather(among or params.contributors, Keys, quorum=t)  # L1
     await ch.broadcast(keys, Roster(keys))  # L2, to U1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cloister.errors import CloisterError, ProtocolAbort
 from cloister.mpc.crypto.agreement import check_signature
 from cloister.mpc.net.channel import Channel
-from cloister.study import Party
+from cloister.mpc.parties import Party
 
 
 def check_signed(
@@ -19,9 +19,9 @@ def check_signed(
         if signature != mine:
             raise ProtocolAbort(protocol, line, "signature", "my own signature came back changed")
         return
-    if v not in ch.study.keys:
+    if v not in ch.agreement.keys:
         raise ProtocolAbort(protocol, line, "no-key", f"the study names no key of '{v}'; add it under [keys]")
     try:
-        check_signature(ch.study.keys[v], context, data, signature)
+        check_signature(ch.agreement.keys[v], context, data, signature)
     except CloisterError:
         raise ProtocolAbort(protocol, line, "signature", f"'{v}' did not sign what it is said to have signed") from None

@@ -37,7 +37,7 @@ import scipy.sparse
 from cloister.errors import CloisterError
 from cloister.mpc.net.channel import Channel, Endpoint
 from cloister.mpc.net.transcript import Transcript
-from cloister.study import Party
+from cloister.mpc.parties import Party
 
 LETTERS = "abcdefghijk"
 GENERAL = {"g": "b", "h": "b", "i": "f", "k": "b"}  # the letter of which another one is a special case

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cloister.mpc.crypto.replicated import Ring, digit_widths, numbered_ring, plane_bytes
+from cloister.mpc.parties import Party
 from cloister.mpc.three_party import replicated, selection
-from cloister.study import Party
 
 PK, SIGNATURE, SEED = 32, 64, 32
 

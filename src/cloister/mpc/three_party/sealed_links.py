@@ -23,8 +23,8 @@ from cloister.mpc.crypto.prg import Prg
 from cloister.mpc.net import wire
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.sums.signatures import check_signed
-from cloister.study import Party
 
 NAME = "verified"
 PART = 1 << 26  # bytes of one message at most; more travels in several

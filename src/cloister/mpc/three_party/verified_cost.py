@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from cloister.mpc.crypto.gf64 import BLOCKS
 from cloister.mpc.crypto.replicated import Ring, index_bits
 from cloister.mpc.crypto.share_proofs import ALIGN, FOLD, ROWS, folded_length
+from cloister.mpc.parties import Party
 from cloister.mpc.three_party import selection, verification, verified
 from cloister.mpc.three_party.folding import HASH, LAST
 from cloister.mpc.three_party.packing import packed_size
 from cloister.mpc.three_party.replicated_cost import PK, SIGNATURE, CostModel
-from cloister.mpc.three_party.verified_linear import SEED
-from cloister.study import Party
+from cloister.mpc.three_party.verified import SEED
 
 
 def columns(n: int) -> int:

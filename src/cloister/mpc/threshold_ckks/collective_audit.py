@@ -47,7 +47,7 @@ from cloister.mpc.crypto.prg import Prg
 from cloister.mpc.crypto.rns.ring import Residues
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
-from cloister.study import Party
+from cloister.mpc.parties import Party
 
 NAME = "collective_audit"
 REPEATS = 2

@@ -58,9 +58,9 @@ from cloister.mpc.crypto.prg import Prg
 from cloister.mpc.crypto.rns.ring import Residues
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.threshold_ckks.collective_audit import Collective
 from cloister.mpc.threshold_ckks.collective_key import read
-from cloister.study import Party
 
 NAME = "collective_range"
 REPEATS = 2

@@ -66,10 +66,10 @@ from cloister.mpc.crypto.rns.ring import Residues
 from cloister.mpc.crypto.rns.slots import SlotMap, Words, embedding
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.threshold_ckks import collective_audit
 from cloister.mpc.threshold_ckks.collective_audit import AuditLog, Collective
 from cloister.mpc.threshold_ckks.collective_key import added, read
-from cloister.study import Party
 
 NAME = "collective_refresh"
 LEAST_WRAP_BITS = 34

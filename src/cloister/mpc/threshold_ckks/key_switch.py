@@ -39,10 +39,10 @@ from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.rns.ring import Residues
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.threshold_ckks.collective_key import read
 from cloister.mpc.threshold_ckks.collective_refresh import ZeroShares, pair_keys
 from cloister.mpc.threshold_ckks.threshold_decrypt import check_flood
-from cloister.study import Party
 
 NAME = "key_switch"
 

@@ -38,10 +38,10 @@ from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.rns.ring import Residues
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.threshold_ckks import collective_audit
 from cloister.mpc.threshold_ckks.collective_audit import AuditLog, Collective
 from cloister.mpc.threshold_ckks.collective_key import added, read
-from cloister.study import Party
 
 NAME = "threshold_decrypt"
 

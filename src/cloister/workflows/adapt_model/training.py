@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
     from cloister.models.adapter import Adapted, Adapter, AdapterLearner
-    from cloister.workflows.adapt_model.workflow import Options
+    from cloister.workflows.adapt_model.options import Options
 
 
 def given(adata: AnnData, options: Options) -> list[str | None]:

@@ -14,7 +14,7 @@ from cloister.workflows.compare_groups.pooled_contrasts import Compared
 
 if TYPE_CHECKING:
     from cloister.workflows.compare_groups.contrast_terms import Result
-    from cloister.workflows.compare_groups.workflow import Options
+    from cloister.workflows.compare_groups.options import Options
 
 EXPRESSION = ("cell_type", "contrast", "gene", "log_fold_change", "average", "error", "t", "p", "fdr")
 COMPOSITION = ("contrast", "cell_type", "effect", "share", "share_before", "error", "t", "p", "fdr")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,12 +19,14 @@ from cloister.session import Outcome, RemoteSession, Session
 from cloister.workflows import Workflow
 from cloister.workflows.embed import write_features
 from cloister.workflows.fine_tune import checked_training
-from cloister.workflows.fine_tune.parts import IMAGES, FileStore, check_in_mode, check_options, figures
+from cloister.workflows.fine_tune.options import IMAGES, check_in_mode
+from cloister.workflows.fine_tune.options import Options as Options
+from cloister.workflows.fine_tune.parts import FileStore, figures
 from cloister.workflows.fine_tune.pseudo_labels import Pseudo
 from cloister.workflows.fine_tune.training_parts import Offer, Trained
 from cloister.workflows.fine_tune.training_terms import Params
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import PAPER, option, privacy_budget
+from cloister.workflows.options import privacy_budget
 from cloister.workflows.saved_models import load_model
 
 if TYPE_CHECKING:
@@ -40,99 +42,6 @@ LARGE_IMAGE = 64  # pixels a side from which a ResNet begins with a 7 x 7 convol
 DEFAULT_NOISE = 5.0  # of hardened mode: see the table of accuracy against epsilon in docs/measured/fine-tune.md
 FEW = 20  # labelled cells of a site per unit of noise: measured with 130 to 165 labels at four sites and dp_noise=5
 MIN_SCORED = 100  # validation cells: an accuracy of 0.9 is then known to 0.03; of fewer, chance would choose the round
-
-
-@dataclass(frozen=True)
-class Options:
-    label_key: str = option("cell_type", "column of obs with the labels, NaN where missing")
-    model: Literal["mlp", "scgpt", "cnn", "resnet", "vit"] = option("mlp", "network to train")
-    use_rep: str | None = option("X_pca", "key of obsm with the inputs of an MLP; X if none")
-    labels: tuple[str, ...] = option((), "complete list of label names; if empty, the sites' names are collected")
-    rounds: int = option(20, "number of rounds")
-    clients_per_round: int = option(0, "number of sites that train per round; 0 for all", modes=PAPER)
-    local_epochs: int = option(
-        0, "passes over a site's cells per round; in hardened mode each is one opened step; 0 for 1 there, else 5"
-    )
-    batch_size: int = option(64, "cells per step; hardened mode always takes all cells")
-    lr: float = option(0.0, "learning rate; 0 for 0.03 in hardened and 0.003 in published mode")
-    schedule: Literal["constant", "cosine"] = option("constant", "learning-rate schedule over the rounds")
-    schedule_rounds: int = option(0, "length of a cosine schedule in rounds; 0 for the trained rounds")
-    optimizer: Literal["adam", "sgd"] = option("adam", "optimiser of a site, started anew in every round", modes=PAPER)
-    momentum: float = option(0.9, "momentum of sgd", modes=PAPER)
-    weight_decay: float = option(0.0, "weight decay of the optimiser")
-    algorithm: Literal["fedavg", "fedprox", "scaffold"] = option(
-        "fedavg",
-        "local training: fedavg; fedprox pulls it towards the shared model; scaffold corrects its drift",
-        modes=PAPER,
-    )
-    mu: float = option(0.01, "strength of the fedprox term", modes=PAPER)
-    weighting: Literal["cells", "plain"] = option(
-        "cells", "weight of a site: its training cells, or equal", modes=PAPER
-    )
-    hidden: tuple[int, ...] = option((128,), "hidden layer widths of an MLP")
-    dropout: float = option(0.1, "dropout rate of MLP, CNN, ResNet and ViT")
-    width: int = option(64, "width of CNN, ResNet and ViT")
-    unit_embedding: bool = option(
-        default=False, help="normalise the input of the last layer to length one; not for scgpt"
-    )
-    image_shape: tuple[int, ...] = option((), "height, width and channels of images stored in the rows of X")
-    rotation: float = option(0.0, "largest random rotation of training images, in degrees")
-    init: str | None = option(None, "file of initial weights at every site: model.npz, or tensors in .npz or .pt")
-    pretrained: str | None = option(None, "folder of an scGPT checkpoint at every site")
-    tune: Literal["all", "last", "head", "lora"] = option(
-        "all", "trained part of the network; last and lora for scgpt only"
-    )
-    last_layers: int = option(2, "number of trained layers, with tune=last")
-    lora_rank: int = option(8, "rank of the adapters, with tune=lora")
-    gene_key: str | None = option(None, "column of var with gene symbols, for scgpt")
-    layer: str | None = option(None, "layer with the values, for scgpt; X by default")
-    binning: Literal["cell", "none"] = option(
-        "cell", "binning for scgpt: by each cell's own quantiles, or none for values that are bins"
-    )
-    validation: float = option(0.1, "fraction of each label's cells held out for validation")
-    score_every: int = option(1, "rounds between validations over all sites; 0 for never")
-    metric: Literal["accuracy", "balanced_accuracy", "macro_f1", "loss"] = option(
-        "accuracy", "validation score that chooses the best round"
-    )
-    patience: int = option(0, "validations without improvement before training stops; 0 for never")
-    update_bound: float = option(4.0, "largest absolute entry of an update", modes=PAPER)
-    donor_key: str | None = option(None, "column of obs with donor names; noise then protects donors instead of cells")
-    dp_noise: float | None = option(
-        None, "noise multiplier of differential privacy; by default 5 in hardened and 0 in published mode"
-    )
-    dp_clip: float = option(1.0, "largest norm of a cell's gradient; in published mode, of an update")
-    dp_delta: float = option(1e-5, "delta of differential privacy")
-    dp_unit: Literal["auto", "cell", "donor", "site"] = option(
-        "auto",
-        "unit that the noise protects; auto takes donors with donor_key, else cells, and whole sites in published mode",
-    )
-    min_cells: int = option(10, "minimum number of a site's own cells behind its part of an opened sum")
-    min_donors: int = option(3, "minimum number of a site's own donors behind it; needs donor_key")
-    semi_supervised: bool = option(default=False, help="train on unlabelled cells, too, with pseudo-labels")
-    pseudo_labels: Literal["xclp", "client", "network"] = option(
-        "xclp", "source of pseudo-labels: label propagation across sites, within each site, or the model itself"
-    )
-    warm_rounds: int = option(0, "number of rounds on labels alone, before the first pseudo-labels")
-    bits: int = option(4096, "length of a cell's binary code for xclp, in bits")
-    n_neighbors: int = option(10, "number of neighbours per cell in the graph of label propagation")
-    alpha: float = option(0.99, "weight of a step along that graph, between 0 and 1")
-    similarity_power: float = option(
-        1.0, "exponent of the similarities in that graph; a larger one favours near cells", modes=PAPER
-    )
-    balance: bool = option(
-        default=False, help="give the labels of every class the same total weight in that graph", modes=PAPER
-    )
-    scale_confidence: bool = option(
-        default=False, help="scale pseudo-label weights so that a site's surest one equals a given label"
-    )
-    class_weights: bool = option(default=False, help="weigh a site's pseudo-labels so that all classes count equally")
-    hamming: Literal["mpc", "ot", "he"] = option("mpc", "engine for distances between codes, for xclp", modes=PAPER)
-    checkpoint: str | None = option(None, "file for the coordinator's state, to resume from", modes=PAPER)
-    key_added: str = option("predicted", "column of obs for the model's labels")
-    features_added: str | None = option(None, "key of obsm for the input of the last layer; not written by default")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 def fine_tune(adata: AnnData, session: Session | RemoteSession, *, copy: bool = False) -> Any:

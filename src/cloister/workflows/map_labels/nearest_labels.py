@@ -19,8 +19,8 @@ from cloister.arrays import F64, I64
 from cloister.errors import DataError, ParameterError
 from cloister.mpc.crypto.replicated import Ring, Shared, index_bits
 from cloister.mpc.net.channel import Channel
-from cloister.mpc.three_party.replicated_linear import Linear
-from cloister.mpc.three_party.verified_linear import VerifiedLinear
+from cloister.mpc.three_party.replicated import Trio
+from cloister.mpc.three_party.verified import Verified
 from cloister.study import Party
 
 BATCH = 1 << 22  # pairs of query and reference at a time
@@ -197,7 +197,7 @@ def padded_references(params: Params, site: Party, x: npt.NDArray[np.floating], 
 
 
 async def share_references(
-    trio: Linear | VerifiedLinear, params: Params, r: I64 | None, w: I64 | None
+    trio: Trio | Verified, params: Params, r: I64 | None, w: I64 | None
 ) -> tuple[list[Shared], list[Shared]]:
     """L2: every site's r and w in shares; r and w are None at a member that is no site. Empty where nobody computes."""
     ring, shared_r, shared_w = params.ring, [], []
@@ -211,6 +211,6 @@ async def share_references(
 async def finish(ch: Channel, querier: Party, done: Any) -> None:
     """L9: the querier tells everyone that it has its labels."""
     if ch.me == querier:
-        await ch.scatter([p for p in ch.study.parties if p != ch.me], done)
+        await ch.scatter([p for p in ch.agreement.parties if p != ch.me], done)
     else:
         await ch.recv(querier, type(done))

@@ -49,8 +49,7 @@ from cloister.mpc.crypto.replicated import Ring, Words, numbered_ring
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.three_party.replicated import Shared, Trio, join
 from cloister.mpc.three_party.replicated_cost import CostModel
-from cloister.mpc.three_party.replicated_linear import Linear
-from cloister.mpc.three_party.verified_linear import VerifiedLinear
+from cloister.mpc.three_party.verified import Verified
 from cloister.papers.hamming import pair_distances
 from cloister.papers.hamming.pair_distances import Engine, check_engine
 from cloister.study import Party
@@ -152,9 +151,7 @@ async def pair_shares(ch: Channel, params: Params, packed: U8, entropy: Entropy)
     return shares | {ch.me: graph.hamming(packed, packed).astype(ring_of(params.bits).dtype)}
 
 
-async def share_distances(
-    trio: Linear | VerifiedLinear, params: Params, shares: Mapping[Party, Words]
-) -> Shared | None:
+async def share_distances(trio: Trio | Verified, params: Params, shares: Mapping[Party, Words]) -> Shared | None:
     """G1 for `ot` and `he`: a shared H, where every site gives what `pair_shares` found."""
     ring, rows = ring_of(params.bits), []
     for u in params.sites:

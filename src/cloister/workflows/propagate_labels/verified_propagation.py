@@ -68,8 +68,7 @@ from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
 from cloister.mpc.sums import retry_without_dropouts
 from cloister.mpc.three_party.packing import planes_of
-from cloister.mpc.three_party.verified import Verified, XorShares, stacked, together, zeros
-from cloister.mpc.three_party.verified_linear import Chain
+from cloister.mpc.three_party.verified import Chain, Verified, XorShares, stacked, together, zeros
 from cloister.study import Party
 from cloister.workflows.propagate_labels import propagation_terms
 from cloister.workflows.propagate_labels.chosen_settings import Choice, Setting

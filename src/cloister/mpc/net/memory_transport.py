@@ -9,7 +9,7 @@ from typing import Literal
 
 from cloister.errors import WireError
 from cloister.mpc.net import wire
-from cloister.study import Party
+from cloister.mpc.parties import Party
 
 
 class Killed(BaseException):
