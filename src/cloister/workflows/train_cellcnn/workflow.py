@@ -262,7 +262,8 @@ def thresholds_of(session: Session, options: Options) -> Thresholds:
 
 def check_consent(session: Session, options: Options) -> None:
     """Raise `RefusedError` before anything is sent, if this site's own settings do not allow what the study opens."""
-    asked = {"open-model": options.open_model, "validation": options.validate_every > 0}
+    by_donor = session.mode == "hardened" and options.open_model and options.per == "donor"
+    asked = {"open-model": options.open_model, "donor-inputs": by_donor, "validation": options.validate_every > 0}
     for what, wanted in asked.items() if session.mode != "plain" else ():
         if wanted and what not in session.consent:
             raise RefusedError(
