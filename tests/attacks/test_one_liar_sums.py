@@ -541,8 +541,8 @@ def double_vouch(stash):
         others = [v for v in sorted(roster) if v != ch.me]
         boxes = {v: agree(c, roster[v].c_pk, secure_sum.pair_context(ch.run_id, "box")) for v in others}
         points = [params.point(v) for v in sorted(roster)]
-        key_shares = secure_sum.sharing.share(s.private, params.t, points, entropy)
-        seed_shares = secure_sum.sharing.share(bytes(32), params.t, points, entropy)
+        key_shares = secure_sum.shamir.share(s.private, params.t, points, entropy)
+        seed_shares = secure_sum.shamir.share(bytes(32), params.t, points, entropy)
         sealed = {
             v: seal(
                 boxes[v],
@@ -585,7 +585,7 @@ def reads_both(stash):
 
             def secret(own, held, p=params):
                 (point, share), c = own, held
-                return secure_sum.sharing.combine({p.point(point): share, p.point(C): c}, p.t, 32)
+                return secure_sum.shamir.combine({p.point(point): share, p.point(C): c}, p.t, 32)
 
             b_u = secret((u, answers[u].seed_shares[u]), stash["held"][u][1])
             s_v = KeyPair(secret((u, answers[u].key_shares[v]), stash["held"][v][0]))

@@ -88,7 +88,7 @@ def test_own_quantiles_are_read_where_sums_are_not_masked():
 
 
 def test_what_a_site_differs_by_is_read_in_published_mode_only(monkeypatch):
-    """Of the words of the same sum, masked, nothing is read; without masks, everything."""
+    """Of the words of the same sum, masked, nothing is read; without masks, all but what groups of cells smooth out."""
 
     def cosines(played):
         return {row[1]: float(re.search(r"cosine ([\d.]+)", row[6])[1]) for row in played[1]}
@@ -97,7 +97,7 @@ def test_what_a_site_differs_by_is_read_in_published_mode_only(monkeypatch):
     assert found["published"] > 0.99
     assert found["hardened"] < 0.5
     monkeypatch.setattr(secure_sum, "expand", lambda seed, n: np.zeros(n, np.uint64))
-    assert cosines(statistics.integrate(story(), None))["hardened"] > 0.99
+    assert cosines(statistics.integrate(story(), None))["hardened"] > 0.95
 
 
 def test_one_of_three_sites_hardly_betters_its_guess_of_anothers_means():

@@ -393,7 +393,7 @@ def test_a_file_that_changes_during_a_run_ends_it_and_leaves_nothing(paths, tmp_
     changed = []
 
     def change(event):
-        if event.name.endswith("MaskedInput") and event.party == "basel" and not changed:
+        if event.name.endswith("Masked") and event.party == "basel" and not changed:
             changed.append(event)
             with h5py.File(paths["basel"].with_name("new.h5ad"), "w") as file:
                 file["x"] = [1]

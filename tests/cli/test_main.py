@@ -114,7 +114,7 @@ def test_rehearse_writes_results_receipts_and_report(run, files, tmp_path):
     code, out, err = run("receipt", tmp_path / "basel.receipt.json", "--verify")
     assert code == 0, err
     assert out.startswith("VALID: ")
-    assert "secure_sum.MaskedInput" in out
+    assert "checked_sum.Masked" in out
     assert "minimum group sizes and limits count cells" in out
     code, out, _ = run("receipt", tmp_path / "basel.h5ad")
     assert code == 0

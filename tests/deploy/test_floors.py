@@ -47,7 +47,7 @@ pytest.importorskip("nvflare")
 @pytest.mark.parametrize(("agreed", "floor", "here", "refused"), [
     (3, None, 3, None),                     # the study's own floor
     (3, None, 2, "2 donors, fewer than 3"),
-    (3, 6, 5, "5 donors, fewer than the 6 that .floors. in local/site.toml asks for"),  # raised here
+    (3, 6, 5, "5 donors, fewer than the 6 that .floors. in local/site.toml requires"),  # raised here
     (3, 6, 6, "'basel' answers about at least 6 donors .*opens what 3 have in common; it needs min_donors = 6 there"),
     (6, 6, 6, None),
     (5, 2, 4, "4 donors, fewer than 5"),    # a lower one lowers nothing

@@ -180,7 +180,7 @@ def test_a_site_goes_on_only_from_where_it_has_come_itself(tmp_path):
     C, W, gC, gW = (published_training.pack(c, ct, low) for ct in made)
     store = KeyStore(tmp_path, names(2)[0])
     first = published_training.Initial((), (), gC, gW)
-    with pytest.raises(ProtocolAbort, match="has not come to"):
+    with pytest.raises(ProtocolAbort, match="has not reached"):
         published_training.followed(p, published_training.Start(1, resumed=True), first, store)
     begin = published_training.Initial(C, W, (), ())
     state = published_training.followed(p, published_training.Start(0, resumed=True), begin, store).keep(p, store)
@@ -190,5 +190,5 @@ def test_a_site_goes_on_only_from_where_it_has_come_itself(tmp_path):
     np.testing.assert_array_equal(c.raw(after.C)[0], c.raw(wanted)[0])
     again = published_training.followed(p, published_training.Start(1, resumed=True), first, store)
     np.testing.assert_array_equal(c.raw(again.C)[0], c.raw(wanted)[0])  # its own, not once more
-    with pytest.raises(ProtocolAbort, match="has not come to"):
+    with pytest.raises(ProtocolAbort, match="has not reached"):
         published_training.followed(p, published_training.Start(4, resumed=True), first, store)

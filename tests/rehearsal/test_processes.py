@@ -98,7 +98,7 @@ def test_the_model_and_its_files_come_back_from_the_processes(tmp_path):
     assert CellClassifier.load(tmp_path / "True" / "basel.model.npz").digest == runs[True].model.digest
 
 
-@pytest.mark.parametrize("name", ["Keys", pytest.param("MaskedInput", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["common_seed.Key", pytest.param("checked_sum.Masked", marks=pytest.mark.slow)])
 def test_a_killed_process_is_left_out_at_once(name, children):
     faults = [Fault("kill", "vienna", "coordinator", name)]
     began = time.monotonic()
@@ -111,7 +111,7 @@ def test_a_killed_process_is_left_out_at_once(name, children):
 
 @pytest.mark.slow
 def test_a_killed_coordinator_ends_everyone_by_name():
-    faults = [Fault("kill", "coordinator", "basel", "Refine")]
+    faults = [Fault("kill", "coordinator", "basel", "checked_sum.Total")]
     run = rehearse("bin-values", sites(), processes=True, faults=faults, check=False, timeout=LONG, **OPTIONS)
     assert run.errors.keys() == {"basel", "lugano", "vienna"}
     assert all(isinstance(e, ProtocolAbort) for e in run.errors.values())

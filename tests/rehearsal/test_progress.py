@@ -116,7 +116,7 @@ def test_a_run_tells_of_reading_protocol_and_writing(processes, files, tmp_path,
     watch = Watch()
     seen = {(e.party, watch.hear(e).doing.split(" ")[0]) for e in events}
     for site in files:
-        assert {(site, stage) for stage in ("reading", "writing", "pooled_quantiles", "secure_sum")} <= seen
+        assert {(site, stage) for stage in ("reading", "writing", "pooled_quantiles", "checked_sum")} <= seen
     assert ("report", "reading") in seen  # of the sample that is drawn
     assert all(watch.standings[site].rounds > 3 and watch.standings[site].sent > 10_000 for site in files)
     sent = [e for e in events if e.party == "basel" and e.kind == "sent"]

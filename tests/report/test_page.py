@@ -250,7 +250,7 @@ def test_one_party_alone(runs, tmp_path):
     mine = Run(whole.study, {"basel": whole.outcomes["basel"]}, {}, {"basel": whole.receipts["basel"]}, own)
     flows = {f.key: f for f in mine.flows()}
     assert flows["channel", "H2", "channel.Welcome"].pairs["coordinator", "basel"][0] == 2  # received
-    assert flows["secure_sum", "L5", "secure_sum.MaskedInput"].pairs["basel", "coordinator"][0] == 2
+    assert flows["checked_sum", "L2", "checked_sum.Masked"].pairs["basel", "coordinator"][0] == 2
     save_run(mine, tmp_path / "basel")
     assert not (tmp_path / "basel" / "lugano.h5ad").exists()
     text = write_report(tmp_path / "r.html", load_runs(tmp_path / "basel")).read_text()
@@ -266,7 +266,9 @@ def test_messages_without_events_are_ordered_by_line(runs):
     whole = runs["hardened"]
     silent = Run(whole.study, whole.outcomes, {}, whole.receipts, [])
     with_events, without = ([f.key for f in r.flows()] for r in (whole, silent))
-    assert without == with_events
+    assert sorted(without) == sorted(with_events)
+    for protocol in {key[0] for key in without}:  # retries enclose the sums, so their own lines come apart
+        assert [k for k in without if k[0] == protocol] == [k for k in with_events if k[0] == protocol]
 
 
 def test_many_sites_share_a_lifeline():
@@ -350,7 +352,7 @@ def test_own_cells_are_never_overwritten(runs, tmp_path):
 
 
 def test_a_survived_dropout_counts_as_done(tmp_path):
-    kill = Fault("kill", sender="vienna", name="MaskedInput")
+    kill = Fault("kill", sender="vienna", name="checked_sum.Masked")
     run = rehearse("bin-values", demo_data.demo_sites(), faults=[kill], timeout=2.0, check=False)
     assert not run.errors
     save_run(run, tmp_path / "out")

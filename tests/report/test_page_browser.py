@@ -10,7 +10,7 @@ from cloister.report.page import write_report
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    sites, cut = demo_data.demo_sites(), Fault("truncate", sender="basel", name="Keys")
+    sites, cut = demo_data.demo_sites(), Fault("truncate", sender="basel", name="common_seed.Key")
     runs = [rehearse("bin-values", sites, mode=mode) for mode in ("hardened", "published")]
     runs.append(rehearse("bin-values", sites, faults=[cut], check=False))
     table = [("mode", "federated", "what an attack finds"), ("hardened", "100 %", "x" * 200)]
