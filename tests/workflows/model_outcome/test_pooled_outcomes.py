@@ -306,7 +306,7 @@ def test_one_exact_evaluation_is_withheld_where_a_donor_stands_out(model, far):
     state.center, state.scale = mine.x.mean(axis=0), mine.x.std(axis=0)
     for beta, withheld in ((0.1, False), (0.5, False), (far, True)):
         state.betas = [np.array([beta])]
-        assert (side._effective(state, [state.betas]) < 3) == withheld
+        assert (side._effective(state, state.betas) < 3) == withheld
         part = side.part(0, "L5", state)
         assert part.donors >= 3
         own = protocol.outcomes.evaluate(c.params.likelihood, side._each_at(state, (0,)), state.betas[0])
