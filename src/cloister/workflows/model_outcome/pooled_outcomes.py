@@ -90,6 +90,7 @@ RANK = 1e-10  # singular values below this part of the largest are rounding
 MERGED = (list(range(BINS)), [1, 1, 2, 3, 3], [1, 1, 1, 3, 3])  # ranges of the prediction, and wider ones
 CLOSE = 0.05  # of the logarithm of a feature's variance: smaller groups are preferred, as they are more alike
 MOST = 0.5  # of the score or the information at L5, in any direction, that may be one donor's
+FLAT = 1e6  # weights at L5 that differ by more leave some donors to the last digits of the sums
 WORTH = 0.3  # the same, given up for one large group whose donors' own likelihood is used
 
 
@@ -444,6 +445,8 @@ def leverage_of(z: F64, groups: SimilarGroups, kept: I64, exposure: F64 | None =
 def largest_leverage(columns: F64) -> float:
     """Of any row, in the span of these columns."""
     norms = np.linalg.norm(columns, axis=0)
+    if not np.any(norms > 0):
+        return 0.0
     left, size, _ = np.linalg.svd(columns[:, norms > 0] / norms[norms > 0], full_matrices=False)
     return float(np.square(left[:, size > RANK * size.max()]).sum(axis=1).max())
 
@@ -641,6 +644,8 @@ class Side:
             weight = mean * (1 - mean) if self.params.likelihood == "logistic" else mean
             means.append(mean)
             weights.append(weight)
+            if weight.max() > FLAT * weight[own].min():
+                return 0.0
             columns = np.hstack([own, X[:, len(a.groups) + np.array(f)]])
             parts += [mean * columns, np.sqrt(weight) * columns]
         if ranges is not None:
