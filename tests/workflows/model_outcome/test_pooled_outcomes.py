@@ -345,16 +345,21 @@ def test_steered_weights_do_not_pick_the_only_donor_with_a_feature(monkeypatch):
     assert abs(now - mine.x[0, 1]) > 0.5
 
 
-def test_weights_that_leave_donors_to_the_last_digits_are_withheld():
-    """Where those with large weights lack a feature, a weight of 1e-11 still shows: the attacker chooses the scale."""
-    c, mine = case("poisson"), rare_feature("poisson", np.random.default_rng(0))
-    x = mine.x.copy()
-    x[[1, 3, 5, 7, 9, 11, 13], 0] = -1.2
-    x[0, 0] = -1.0
-    side, state = protocol.Side(c.params, dataclasses.replace(mine, x=x)), protocol.State(c.params)
+def test_weights_that_leave_donors_to_the_last_digits_are_withheld(monkeypatch):
+    """Where those with large weights lack a feature, a weight of 1e-23 still shows: the attacker chooses the scale."""
+    c, mine = case("logistic"), rare_feature("logistic", np.random.default_rng(0))
+    x = np.stack([np.sign(mine.x[:, 0]), mine.x[:, 1]], axis=1)
+    x[0, 0] = -0.8
+    mine = dataclasses.replace(mine, x=x, y=(np.arange(60) % 3 == 0).astype(float))
+    side, state = protocol.Side(c.params, mine), protocol.State(c.params)
     assert side.arranged.large >= 0
-    state.betas = [np.array([12.0, 0.0])]
+    state.betas = [np.array([30.0, 0.0])]
     assert side._effective(state, state.betas) == 0
+    monkeypatch.setattr(protocol, "FLAT", np.inf)
+    assert side._effective(state, state.betas) >= 3  # its column is taken for rounding
+    (m,) = side._expected(state, state.betas)
+    part = m[side.row] * x[:, 1]
+    assert part[0] > 0.9 * part.sum()
 
 
 def test_what_a_range_expects_rests_on_enough_donors():
