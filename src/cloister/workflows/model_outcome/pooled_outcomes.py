@@ -28,7 +28,8 @@ Times of a Cox model are moved in runs, too, over all donors of u.
 Thresholds, enforced by each site on its own donors, whatever others send. In T_u a donor has leverage 1 / (donors of
 its group). In T_u and F_u together no donor has a leverage above 1 / min_donors: donors that would are left out of
 F_u. At L5 the site looks at the β that came of the sums, and adds its donors' own likelihood only if no donor has more
-than that in the weights which this β gives. In a linear model all donors' own features are used where no donor has more
+than that in the weights which this β gives, and none more than half of the score or information in any direction. An
+exposure counts as a weight in F_u. In a linear model all donors' own features are used where no donor has more
 in the columns [1, X]; else those that stand out have the mean features of a group.
 
 Reveals
@@ -36,6 +37,8 @@ Reveals
 coordinator, site : over all sites' donors: their number, mean and spread of the group means, number of events; C and K;
     in each round the log likelihood, score and information of the group means; the result. For a linear model: XᵀX, Xᵀy
     and yᵀy within sites. For survival curves: donors at risk and events per arm and interval, in whole runs.
+    Thresholds count donors, not how much each has of a number. Of donors in a group, or with one feature, that of a
+    single one who has another feature; a third of a donor far from all others; a sum of squares by one large outcome.
 malicious coordinator : the same. It cannot change a sum without an abort.
 one malicious site : the same at coefficients that it can choose by its part of the sums: over all rounds no more than
     T_u and F_u of each other site, that is group means and one scatter matrix; at L5, once a run, one score and one
@@ -300,7 +303,9 @@ def arranged(params: Params, mine: Donors) -> Arranged:
     for size in group_sizes(thresholds):
         rows = Rows(n, np.arange(n), replace(thresholds, min_donors=size), mine.cells)
         groups = rows.similar(z)
-        kept = within_leverage(z, groups, thresholds.min_donors, mine.exposure) if size > thresholds.min_donors else nobody
+        kept = (
+            within_leverage(z, groups, thresholds.min_donors, mine.exposure) if size > thresholds.min_donors else nobody
+        )
         tried.append((left_spread(z, groups.codes, kept), groups, kept))
     most = max(spread for spread, _, _ in tried)
     if (codes := peeled(params, z, thresholds, mine.exposure)) is not None:
