@@ -38,7 +38,8 @@ ROOT = Path(__file__).parents[1]
 DOCS, STAGE, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "site"
 TOP = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 HOW_TO = (
-    *("deploy", "bin-values", "shared-pca", "integrate", "embed", "find-outliers", "compare-groups"),
+    *("deploy", "bin-values", "choose-genes", "shared-pca", "integrate", "embed", "cluster-cells", "find-markers"),
+    *("find-outliers", "compare-groups"),
     "model-outcome",
     "find-programs",
     *("train-classifier", "map-labels", "propagate-labels", "fine-tune"),

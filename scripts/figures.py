@@ -186,6 +186,94 @@ def integrate() -> Figure:
         )
 
 
+def choose_genes() -> Figure:
+    sites = cl.demo_sites()
+    run = cl.rehearse("choose-genes", data=sites, n_top_genes=300)
+    said = run.results["coordinator"]
+    logs = {p: np.log1p(1e4 * a.X.toarray() / np.asarray(a.X.sum(axis=1))) for p, a in sites.items()}
+    every, picked = np.concatenate([*logs.values()]), run.data["basel"].var["highly_variable"].to_numpy()
+    of = np.repeat(np.arange(len(logs)), [len(x) for x in logs.values()])
+    between = np.stack([x.mean(axis=0) for x in logs.values()])
+    share = np.bincount(of) @ np.square(between - every.mean(axis=0)) / len(every) / np.maximum(every.var(axis=0), 1e-9)
+    pooled = np.zeros(len(picked), bool)
+    pooled[np.argsort(-every.var(axis=0))[:300]] = True
+    with canvas(2, width=9.2, height=3.0) as c:
+        counts = {int(k): n for k, n in said["chosen_by_batches"].items()}
+        c.axes[0].bar(list(counts), list(counts.values()), color=COLOURS[0])
+        c.axes[0].set(xlabel="sites that rank the gene high", ylabel="chosen genes", title="300 chosen genes")
+        c.axes[0].xaxis.get_major_locator().set_params(integer=True)
+        ways = {"cloister, hardened": picked, "largest variance, pooled": pooled}
+        means = {name: float(share[genes].mean()) for name, genes in ways.items()}
+        bars(
+            c.axes[1],
+            {k: 100 * v for k, v in means.items()},
+            title="Variance between sites, of the genes' own",
+            form="{:.1f} %",
+        )
+        told = ", ".join(f"{k} {100 * v:.1f} %" for k, v in means.items())
+        return done(c, "choose-genes", f"300 genes by the sites that rank them high. Variance between sites: {told}.")
+
+
+def cluster_cells() -> Figure:
+    from cloister.models.harmony import unit
+
+    sites = cl.rehearse("shared-pca", data=cl.demo_sites(), n_components=20, n_top_genes=300).data
+    moved = cl.rehearse("integrate", data=sites).data
+    run = cl.rehearse("cluster-cells", data=moved)
+    names = list(run.data["basel"].obs["cluster"].cat.categories)[:8]
+    kinds = np.concatenate([a.obs["cell_type"].astype(str) for a in run.data.values()])
+    codes = np.concatenate([a.obs["cluster"].astype(str) for a in run.data.values()])
+    likely = {k: max(set(kinds), key=lambda t, k=k: np.sum((codes == k) & (kinds == t))) for k in names}
+    with canvas(3, width=10.4, height=3.0) as c:
+        for axis, (p, a) in zip(c.axes, run.data.items(), strict=True):
+            told = a.uns["X_integrated"]
+            xy = (unit(a.obsm["X_integrated"]) - told["center"]) @ told["axes"]
+            here = a.obs["cluster"].astype(str).to_numpy()
+            points(axis, xy, [f"{k} ({likely[k]})" if k in likely else k for k in here],
+                   [f"{k} ({likely[k]})" for k in names], title=f"{p}, {a.n_obs} cells")  # fmt: skip
+        legend(c.axes[-1])
+        said = run.results["coordinator"]
+        alt = f"Cells of three sites in {said['clusters']} common clusters, from {said['prototypes']} prototypes."
+        return done(c, "cluster-cells", alt)
+
+
+def find_markers() -> Figure:
+    from cloister.demo.statistics import best_genes
+
+    sites = cl.demo_sites()
+    kinds = {p: a.obs["cell_type"].astype(str).to_numpy() for p, a in sites.items()}
+    run = cl.rehearse("find-markers", data=sites, label_key="cell_type")
+    table, genes = run.data["basel"].uns["markers"], sites["basel"].var_names.to_numpy()
+    x = {p: np.log1p(1e4 * a.X.toarray() / np.maximum(np.asarray(a.X.sum(axis=1)), 1)) for p, a in sites.items()}
+    cells = run.results["coordinator"]["cells"]
+    labels = sorted(cells, key=lambda name: -cells[name])[:8]
+    shared: dict[str, list[float]] = {"cloister, hardened": [], "each site alone": []}
+    for name in labels:
+        pooled = best_genes(np.concatenate([*x.values()]), np.concatenate([*kinds.values()]) == name, genes)
+        shared["cloister, hardened"].append(len(pooled & {*table[table["label"] == name]["gene"][:50]}) / 50)
+        for p, y in x.items():
+            if (kinds[p] == name).sum() > 1:
+                shared["each site alone"].append(len(pooled & best_genes(y, kinds[p] == name, genes)) / 50)
+    drawn = table[table["label"].isin(labels)]
+    top = list(dict.fromkeys(g for name in labels for g in drawn[drawn["label"] == name]["gene"][:3]))
+    with canvas(2, width=10.4, height=3.6) as c:
+        for i, name in enumerate(labels):
+            rows = drawn[drawn["label"] == name].set_index("gene").loc[top]
+            change = np.clip(np.nan_to_num(rows["log_fold_change"]), -5, 5)
+            at = np.arange(len(top)), np.full(len(top), i)
+            c.axes[0].scatter(*at, s=70 * rows["fraction"], c=change, cmap="RdBu_r", vmin=-5, vmax=5,
+                               edgecolors=GREY, linewidths=0.4)  # fmt: skip
+        c.axes[0].set_xticks(range(len(top)), top, rotation=90, fontsize=7)
+        c.axes[0].set_yticks(range(len(labels)), labels, fontsize=8)
+        c.axes[0].invert_yaxis()
+        c.axes[0].set(title="Fold change (colour), fraction of cells (size)")
+        c.axes[0].grid(visible=False)
+        means = {name: float(np.mean(values)) for name, values in shared.items()}
+        bars(c.axes[1], means, title="Of the 50 best genes of the pooled cells", form="{:.2f}")
+        told = ", ".join(f"{name} {value:.2f}" for name, value in means.items())
+        return done(c, "find-markers", f"Best genes of {len(labels)} cell types. Of 50 pooled ones: {told}.")
+
+
 def embed() -> Figure:
     from cloister.models.cell_bins import bin_cell
     from cloister.models.scgpt import Config, ScGPT
@@ -503,6 +591,9 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "bin-values": bin_values,
     "shared-pca": shared_pca,
     "integrate": integrate,
+    "choose-genes": choose_genes,
+    "cluster-cells": cluster_cells,
+    "find-markers": find_markers,
     "embed": embed,
     "find-outliers": find_outliers,
     "map-labels": map_labels,

@@ -20,8 +20,11 @@ from cloister._version import __version__
 _WORKFLOWS = (  # each has a function of its name, the part of a site
     "bin_values",
     "find_outliers",
+    "choose_genes",
     "shared_pca",
     "integrate",
+    "cluster_cells",
+    "find_markers",
     "compare_groups",
     "model_outcome",
     "find_programs",

@@ -66,7 +66,7 @@ def images(n):
     return data
 
 
-TRAINING = {"n_filters": 2, "n_cells": 10, "n_inputs": 8, "batch": 4, "n_steps": 1, "timeout": 300.0}
+TRAINING = {"n_filters": 2, "n_cells": 20, "n_inputs": 8, "batch": 4, "n_steps": 1, "timeout": 300.0}
 XCLP = {"semi_supervised": True, "rounds": 2, "bits": 256, "n_neighbors": 3, "hidden": (4,)}
 OUTCOME = {"model": "logistic", "outcome_key": "condition", "event": "case", "donor_key": "donor", "min_cells": 5}
 OUTCOME |= {"features": ("gene:G0",)}
@@ -75,9 +75,12 @@ CASES = [
     ("bin-values", "published", {"n_bins": 5}),
     ("find-outliers", "hardened", {"trees": 2, "sample": 32}),
     pytest.param("find-outliers", "published", {"trees": 2, "sample": 32, "standardise": True}, marks=SLOW),
+    ("choose-genes", "hardened", {"n_top_genes": 4}),
     ("shared-pca", "hardened", {"n_components": 2, "n_top_genes": 5}),
     ("integrate", "hardened", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "sweeps": 2}),
     ("integrate", "published", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "sweeps": 2}),
+    ("cluster-cells", "hardened", {"use_rep": "X_pca", "n_prototypes": 6, "resolution": 0.3}),
+    ("find-markers", "hardened", {"label_key": "cell_type", "donor_key": "donor"}),
     ("compare-groups", "hardened", {"groups": ("control", "case"), "donor_key": "donor", "min_cells": 5}),
     ("model-outcome", "hardened", OUTCOME),
     ("find-programs", "hardened", {"donor_key": "donor", "labels": ("B", "T"), "n_programs": 1, "min_cells": 3}),

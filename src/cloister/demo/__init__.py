@@ -22,7 +22,10 @@ from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
 from cloister.demo.statistics import (
     bin_values,
+    choose_genes,
+    cluster_cells,
     compare_groups,
+    find_markers,
     find_outliers,
     find_programs,
     integrate,
@@ -36,14 +39,17 @@ from cloister.report.page import write_report
 
 DEMOS: dict[str, Callable[[Story, Tell], Played]] = {  # in the order of the story
     "bin-values": bin_values,
+    "choose-genes": choose_genes,
     "shared-pca": shared_pca,
     "integrate": integrate,
+    "cluster-cells": cluster_cells,
     "find-outliers": find_outliers,
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,
     "fine-tune": fine_tune,
     "train-classifier": train_classifier,
     "compare-groups": compare_groups,
+    "find-markers": find_markers,
     "model-outcome": model_outcome,
     "find-programs": find_programs,
     "train-cellcnn": train_cellcnn,

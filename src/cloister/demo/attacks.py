@@ -104,6 +104,55 @@ def own_directions(sent: Sent, x: Mapping[str, Any]) -> str:
     return f"how a site differs from all, cosine {np.mean(cosines):.2f} (guessing: 0.00)"
 
 
+def own_ranks(sent: Sent, ranks: Mapping[str, Any]) -> str:
+    """choose-genes: the coordinator on which genes a site ranks high, from its sum."""
+    added = sent.by_sender(MASKED, to="coordinator", scope="sum/1")
+    hits = {p: (r >= 0).astype(float) for p, r in ranks.items()}
+    likely = np.mean([*hits.values()], axis=0) > 0.5
+
+    def guess(p: str) -> Any:
+        read = shared_pca.join_sum(added[Party(p)].y[:-2])[1 : 1 + len(likely)]
+        return read > 0.5 if np.all((read == 0) | (read == 1)) else likely
+
+    right, blind = (np.mean([np.mean(f(p) == (hits[p] > 0)) for p in hits]) for f in (guess, lambda _: likely))
+    return f"which genes a site ranks high, {right:.0%} right (guessing: {blind:.0%})"
+
+
+def own_center(sent: Sent, x: Mapping[str, Any]) -> str:
+    """cluster-cells: the coordinator on where the cells of a site lie on average, from its first sum."""
+    true = {p: np.mean(y, axis=0) for p, y in x.items()}
+    whole = np.concatenate([*x.values()])
+    pooled, spread = whole.mean(axis=0), float(np.sqrt(whole.var(axis=0).sum()))
+    added = sent.by_sender(MASKED, to="coordinator", scope="sum/1")
+
+    def guess(p: str) -> Any:
+        words = added[Party(p)].y[: 2 * (1 + 2 * len(pooled))]
+        n, *read = shared_pca.join_sum(words)[: 1 + len(pooled)]
+        return np.array(read) / n if n == round(n) and 1 <= n <= len(whole) else pooled
+
+    def off(value: Any, p: str) -> float:
+        return float(np.linalg.norm(value - true[p])) / spread
+
+    miss, blind = (np.mean([off(f(p), p) for p in x]) for f in (guess, lambda p: pooled))
+    return f"the mean cell of a site, off by {miss:.2f} sd (guessing: {blind:.2f})"
+
+
+def own_label_sizes(sent: Sent, sizes: Mapping[str, Any]) -> str:
+    """find-markers: the coordinator on how many cells of each label a site has, from its sum."""
+    total = np.sum([*sizes.values()], axis=0)
+    added = sent.by_sender(MASKED, to="coordinator", scope="sum/1")
+
+    def guess(p: str) -> Any:
+        read = shared_pca.join_sum(added[Party(p)].y[:-2])[: len(total)]
+        return read if np.all((read >= 0) & (read <= total)) else total / len(sizes)
+
+    def off(value: Any, p: str) -> float:
+        return float(np.abs(value - sizes[p]).sum() / sizes[p].sum())
+
+    miss, blind = (np.mean([off(f(p), p) for p in sizes]) for f in (guess, lambda _: total / len(sizes)))
+    return f"a site's cells per label, off by {miss:.0%} (guessing: {blind:.0%})"
+
+
 def own_donors(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """compare-groups: the coordinator on how many donors of each group and cell type a site has, from its first sum."""
     chosen = compare_groups.Options(**options)

@@ -12,7 +12,7 @@ from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of, percent
 from cloister.demo.story import GROUPS, OUTCOME, PROGRAMS, SPACE, Story, differing
-from cloister.models import isolation_forest
+from cloister.models import isolation_forest, leiden, variable_genes
 from cloister.models.harmony import EVERYTHING, Settings
 from cloister.papers import averaged_quantiles, federated_harmony
 from cloister.papers.attacks.sent import MASKED, Sent
@@ -111,6 +111,84 @@ def integrate(story: Story, tell: Tell) -> Played:
         rows.append(("integrate", mode, "mixed", alone, found, pooled, leak, *cost_of(run)))
     story.integrated = runs[0].data
     return runs, rows
+
+
+def choose_genes(story: Story, tell: Tell) -> Played:
+    """How many of the genes that vary most within the batches of all cells in one place are chosen."""
+    sites, sent, n = story.sites, Sent(*MASKED), 300
+    run = rehearse("choose-genes", sites, n_top_genes=n, on_event=tell, on_frame=sent)
+    own = {
+        p: variable_genes.ranked(variable_genes.normalised_variance(variable_genes.capped(a.X, None, 10, 3)), n)
+        for p, a in sites.items()
+    }
+    hits, ranks = (
+        np.sum(x, axis=0).astype(float) for x in zip(*((r >= 0, np.maximum(r, 0)) for r in own.values()), strict=True)
+    )
+    pooled, _ = variable_genes.chosen(hits, ranks, n)
+    found = sites["basel"].var_names.isin(run.data["basel"].var_names[run.data["basel"].var["highly_variable"]])
+    alone = float(np.mean([(pooled & (r >= 0)).sum() / n for r in own.values()]))
+    figures = percent(alone, float((pooled & found).sum() / n), 1.0)
+    return [run], [("choose-genes", "hardened", f"of {n} genes", *figures, attacks.own_ranks(sent, own), *cost_of(run))]
+
+
+def cluster_cells(story: Story, tell: Tell) -> Played:
+    """Agreement of clusters with the types that nobody was shown (normalised mutual information)."""
+    sites, sent = story.integrated, Sent(*MASKED)
+    run = rehearse("cluster-cells", sites, on_event=tell, on_frame=sent)
+    x = {p: np.asarray(a.obsm["X_integrated"]) for p, a in sites.items()}
+    truth = np.concatenate([story.truth[p] for p in x])
+
+    def found(y: Any) -> Any:
+        return leiden.partition(leiden.neighbour_graph(y, 15), 1.0, 0)
+
+    alone = float(np.mean([agreement(found(y), story.truth[p]) for p, y in x.items()]))
+    together = agreement(np.concatenate([run.data[p].obs["cluster"].cat.codes for p in x]), truth)
+    pooled = agreement(found(np.concatenate([*x.values()])), truth)
+    figures = (f"{v:.3f}" for v in (alone, together, pooled))
+    leak = attacks.own_center(sent, x)
+    return [run], [("cluster-cells", "hardened", "NMI", *figures, leak, *cost_of(run))]
+
+
+def find_markers(story: Story, tell: Tell) -> Played:
+    """How many of the fifty best genes of the pooled cells are found, over labels that the model gave."""
+    sites, sent = story.labelled, Sent(*MASKED)
+    run = rehearse("find-markers", sites, label_key="predicted", on_event=tell, on_frame=sent)
+    kinds = {p: a.obs["predicted"].astype(str).to_numpy() for p, a in sites.items()}
+    x = {p: np.log1p(1e4 * a.X.toarray() / np.maximum(np.asarray(a.X.sum(axis=1)), 1)) for p, a in sites.items()}
+    table, genes = run.data["basel"].uns["markers"], sites["basel"].var_names.to_numpy()
+    labels = [str(name) for name in table["label"].unique()]
+    together, alone = [], []
+    for name in labels:
+        pooled = best_genes(np.concatenate([*x.values()]), np.concatenate([*kinds.values()]) == name, genes)
+        together.append(len(pooled & {*table[table["label"] == name]["gene"][:50]}) / 50)
+        alone += [
+            len(pooled & best_genes(y, kinds[p] == name, genes)) / 50
+            for p, y in x.items()
+            if (kinds[p] == name).sum() > 1
+        ]
+    sizes = {p: np.array([(of == name).sum() for name in labels], float) for p, of in kinds.items()}
+    leak = attacks.own_label_sizes(sent, sizes)
+    figures = percent(float(np.mean(alone)), float(np.mean(together)), 1.0)
+    return [run], [("find-markers", "hardened", "of 50 genes", *figures, leak, *cost_of(run))]
+
+
+def best_genes(x: Any, inside: Any, genes: Any) -> set[str]:
+    """The fifty of largest Welch t of these cells against the rest."""
+    moments = [(y.mean(axis=0), y.var(axis=0, ddof=1) / len(y)) for y in (x[inside], x[~inside])]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = (moments[0][0] - moments[1][0]) / np.sqrt(moments[0][1] + moments[1][1])
+    return {*genes[np.argsort(-np.nan_to_num(t, posinf=0.0), kind="stable")[:50]]}
+
+
+def agreement(one: Any, other: Any) -> float:
+    """Mutual information of two partitions, over the mean of their entropies."""
+    table = np.zeros((len(np.unique(one)), len(np.unique(other))))
+    np.add.at(table, (np.unique(one, return_inverse=True)[1], np.unique(other, return_inverse=True)[1]), 1.0 / len(one))
+    rows, columns = table.sum(axis=1), table.sum(axis=0)
+    there = table > 0
+    shared = float((table[there] * np.log(table[there] / np.outer(rows, columns)[there])).sum())
+    mean = -float((rows * np.log(rows)).sum() + (columns * np.log(columns)).sum()) / 2
+    return shared / mean if mean > 0 else 1.0
 
 
 def compare_groups(story: Story, tell: Tell) -> Played:

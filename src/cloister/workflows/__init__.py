@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 SHIPPED = (
     "bin-values",
     "find-outliers",
+    "choose-genes",
     "shared-pca",
     "integrate",
+    "cluster-cells",
+    "find-markers",
     "compare-groups",
     "model-outcome",
     "find-programs",

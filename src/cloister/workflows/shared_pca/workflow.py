@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
+import scipy.sparse
 
 from cloister.cells import tables as cells
 from cloister.cells.genes import GeneIdKind, check_unique, gene_names, plain_name
@@ -31,6 +32,9 @@ POINTS = 20_000  # cells of a site that are drawn, at most
 class Options:
     n_components: int = option(50, "number of components of the shared space")
     n_top_genes: int = option(2000, "number of highly variable genes")
+    genes_key: str | None = option(
+        None, "column of var that is true for the genes to use, such as 'highly_variable'; by default all compete"
+    )
     layer: str | None = option(None, "layer with the values; X by default")
     kind: Literal["counts", "log"] = option("counts", "values at every site: raw counts or log-normalised")
     names: Literal["index", "symbol", "ensembl"] = option(
@@ -96,7 +100,7 @@ def shared_pca(adata: AnnData, session: Session | RemoteSession, *, copy: bool =
 
 
 def site(session: Session, adata: AnnData, options: Options) -> Outcome:
-    mine = cells_of(adata, options.names, options.layer, options.library_key)
+    mine = cells_of(adata, options.names, options.layer, options.library_key, options.genes_key)
     if options.donor_key is not None:
         mine = replace(mine, donor=cells.donor_codes(adata, options.donor_key))
     own = session.thresholds(min_cells=options.min_expressing, min_donors=options.min_donors)
@@ -105,6 +109,8 @@ def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     write_space(adata, options.key_added, space, scores, own_names(adata, options.names), scaling)
     read = dict(zip(("kind", "target_sum", "scale", "max_value"), scaling, strict=True))
     adata.uns[options.key_added] |= {"common": np.array(space.common, dtype=object), "names": options.names, **read}
+    if options.genes_key is not None:
+        adata.uns[options.key_added]["genes_key"] = options.genes_key
     return Outcome(adata, summary(space))
 
 
@@ -140,9 +146,22 @@ def own_names(adata: AnnData, names: str) -> list[str]:
     return gene_names(adata.var, cast(GeneIdKind, names))
 
 
-def cells_of(adata: AnnData, names: str, layer: str | None, library_key: str | None) -> protocol.Cells:
+def cells_of(
+    adata: AnnData, names: str, layer: str | None, library_key: str | None, genes_key: str | None = None
+) -> protocol.Cells:
     library = None if library_key is None else np.asarray(adata.obs[library_key], dtype=np.float64)
-    return protocol.Cells(tuple(own_names(adata, names)), cells.rows_of(adata, layer), library)
+    rows, own = cells.rows_of(adata, layer), own_names(adata, names)
+    if genes_key is None:
+        return protocol.Cells(tuple(own), rows, library)
+    if library is None and cells.expression_kind(adata, layer) == "counts":
+        library = np.maximum(library_sizes(adata, layer), 1.0)  # over all genes, before some are chosen
+    keep = np.flatnonzero(np.asarray(adata.var[genes_key], dtype=bool))
+    chosen = scipy.sparse.vstack([part[:, keep] for _, part in cells.chunks(adata, layer)]).tocsr()
+    return protocol.Cells(tuple(own[i] for i in keep), chosen, library)
+
+
+def library_sizes(adata: AnnData, layer: str | None) -> Any:
+    return np.concatenate([np.asarray(part.sum(axis=1)).ravel() for _, part in cells.chunks(adata, layer)])
 
 
 def place_in_space(
@@ -176,6 +195,8 @@ def place_in_space(
     if found != told["kind"]:
         raise DataError(f"the space was made of {told['kind']} values, found {found} values; pass layer=")
     mine = cells_of(adata, str(told["names"]), layer, library_key)
+    if "genes_key" in told and library_key is None and found == "counts":
+        mine = replace(mine, library=np.maximum(library_sizes(adata, layer), 1.0))
     check_unique(list(mine.names), "Gene names")
     at = {name: i for i, name in enumerate(own_names(like, str(told["names"])))}
     genes = tuple(map(str, told["genes"]))
@@ -223,6 +244,18 @@ def check(adata: AnnData, options: Options) -> list[str]:
         raise DataError(f"expected {options.kind} values, found {found} values; {fix}")
     names = own_names(adata, options.names)
     check_unique(names, "Gene names")
+    if options.genes_key is not None:
+        if options.genes_key not in adata.var or adata.var[options.genes_key].dtype.kind not in "bO":
+            raise DataError(
+                f"adata.var[{options.genes_key!r}] must be there, and true or false for every gene; the workflow"
+                " choose-genes writes 'highly_variable'"
+            )
+        kept = int(np.asarray(adata.var[options.genes_key], dtype=bool).sum())
+        if kept <= options.n_components:
+            raise DataError(
+                f"adata.var[{options.genes_key!r}] names {kept} genes, which give no {options.n_components} components;"
+                " pass a smaller n_components="
+            )
     if adata.n_vars <= options.n_components:
         raise DataError(f"{adata.n_vars} genes give no {options.n_components} components; pass a smaller n_components=")
     if adata.n_obs < options.min_cells:
