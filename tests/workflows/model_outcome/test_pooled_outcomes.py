@@ -306,7 +306,7 @@ def test_one_exact_evaluation_is_withheld_where_a_donor_stands_out(model, far):
     state.center, state.scale = mine.x.mean(axis=0), mine.x.std(axis=0)
     for beta, withheld in ((0.1, False), (0.5, False), (far, True)):
         state.betas = [np.array([beta])]
-        assert (side._effective(state, [state.betas]) < 3) == withheld
+        assert (side._effective(state, state.betas) < 3) == withheld
         part = side.part(0, "L5", state)
         assert part.donors >= 3
         own = protocol.outcomes.evaluate(c.params.likelihood, side._each_at(state, (0,)), state.betas[0])
@@ -314,6 +314,133 @@ def test_one_exact_evaluation_is_withheld_where_a_donor_stands_out(model, far):
         K = made.inside.information[0, 0] / state.scale[0] ** 2
         of_tables = table.score[0] + made.inside.score[0] / state.scale[0] - K * beta
         np.testing.assert_allclose(part.values[1], of_tables if withheld else own.score[0], rtol=1e-9)
+
+
+def rare_feature(model, rng):
+    """Sixty donors; eight have the second feature, of whom the first alone is above the middle of the first feature."""
+    x = np.zeros((60, 2))
+    x[:, 0] = np.where(np.arange(60) % 2 == 0, 1.0, -1.0) + 0.05 * rng.normal(size=60)
+    x[[0, 1, 3, 5, 7, 9, 11, 13], 1] = rng.uniform(5, 9, 8)
+    y = (rng.random(60) < 0.5).astype(float) if model == "logistic" else rng.poisson(3, 60).astype(float)
+    return protocol.Donors(x, y, np.full(60, 20))
+
+
+def test_steered_weights_do_not_pick_the_only_donor_with_a_feature(monkeypatch):
+    """Attack on L5: expected outcomes are spread over thirty donors, of whom one has the second feature."""
+    c, mine = case("poisson"), rare_feature("poisson", np.random.default_rng(0))
+    side, state = protocol.Side(c.params, mine), protocol.State(c.params)
+    assert side.arranged.large >= 0
+    state.betas = [np.array([5.0, 0.0])]
+
+    def read():
+        _, _, score, _, _, J = side.part(0, "L5", state).values
+        first = (mine.x.T @ mine.y)[1] - score  # Σ m x; the sum of x y is in F_u and T_u
+        return (J + first**2 / mine.y.sum()) / first
+
+    now = read()
+    assert side._effective(state, state.betas) == 0
+    monkeypatch.setattr(protocol, "MOST", 1.0)
+    assert side._effective(state, state.betas) >= 3  # the weights alone say nothing
+    assert read() == pytest.approx(mine.x[0, 1], rel=1e-3)
+    assert abs(now - mine.x[0, 1]) > 0.5
+
+
+def test_weights_that_leave_donors_to_the_last_digits_are_withheld(monkeypatch):
+    """Where those with large weights lack a feature, a weight of 1e-23 still shows: the attacker chooses the scale."""
+    c, mine = case("logistic"), rare_feature("logistic", np.random.default_rng(0))
+    x = np.stack([np.sign(mine.x[:, 0]), mine.x[:, 1]], axis=1)
+    x[0, 0] = -0.8
+    mine = dataclasses.replace(mine, x=x, y=(np.arange(60) % 3 == 0).astype(float))
+    side, state = protocol.Side(c.params, mine), protocol.State(c.params)
+    assert side.arranged.large >= 0
+    state.betas = [np.array([30.0, 0.0])]
+    assert side._effective(state, state.betas) == 0
+    monkeypatch.setattr(protocol, "FLAT", np.inf)
+    assert side._effective(state, state.betas) >= 3  # its column is taken for rounding
+    (m,) = side._expected(state, state.betas)
+    part = m[side.row] * x[:, 1]
+    assert part[0] > 0.9 * part.sum()
+
+
+def test_what_a_range_expects_rests_on_enough_donors():
+    """Attack on L6: at steep coefficients the lowest range expects what one donor of it does."""
+    rng, withheld, shown = np.random.default_rng(0), 0, 0
+    c = case("logistic", p=1)
+    for _ in range(30):
+        mine = protocol.Donors(rng.normal(size=(50, 1)), (rng.random(50) < 0.5).astype(float), np.full(50, 20))
+        side, state = protocol.Side(c.params, mine), protocol.State(c.params)
+        if side.arranged.large < 0:
+            continue
+        state.moments = np.eye(1)
+        state.first, state.betas = [np.array([0.5])], [np.array([float(rng.uniform(0.5, 7))])]
+        (ranges,), donors = side._ranges(state)
+        assert (donors > 0) == bool(side.part(0, "L6", state).donors)
+        if donors == 0:
+            withheld += 1
+            continue
+        (m,) = side._expected(state, state.betas)
+        rows, inside = side.row, side.inside
+        for b in range(protocol.BINS):
+            part = m[rows] * inside * (ranges[rows] == b)
+            if part.any():
+                shown += 1
+                assert np.square(part).max() / np.square(part).sum() <= 1 / 3 + 1e-9
+    assert withheld > 3
+    assert shown > 10
+
+
+@pytest.mark.parametrize("model", ["poisson", "negbin"])
+def test_one_large_exposure_is_no_centre(model):
+    """Attack: differences within a group are from a mean with exposures as weights, so from one donor's features."""
+    rng, c = np.random.default_rng(3), case(model)
+    exposure = np.ones(40)
+    exposure[5] = 5000.0
+    y = rng.poisson(3, 40).astype(float)
+    y[5] = 9000.0
+    mine = protocol.Donors(rng.normal(size=(40, 2)), y, np.full(40, 20), exposure=exposure)
+    made = protocol.arranged(c.params, mine)
+    for g in np.unique(made.kept[made.kept >= 0]):
+        share = np.square(exposure[made.kept == g])
+        assert share.max() / share.sum() <= 1 / 3 + 1e-9
+    assert (made.kept >= 0).sum() > 20
+    everyone = np.zeros(40, np.int64)
+    exposed = protocol.outcomes.within(c.params.likelihood, mine.x, y, everyone, everyone, exposure)
+    d = mine.x - mine.x[5]
+    np.testing.assert_allclose(
+        exposed.information / exposed.information[0, 0], d.T @ d / (d[:, 0] @ d[:, 0]), atol=0.02
+    )  # of one group: the scatter around donor 5
+
+
+def test_open_sums_of_products_show_a_feature_that_one_donor_has():
+    """No attack is needed, and nothing prevents it: of the donors with one feature a single one has the other."""
+    for model, line in (("logistic", "L2"), ("linear", "L3")):
+        c, mine = case(model), rare_feature(model, np.random.default_rng(1))
+        mine = dataclasses.replace(mine, x=np.stack([(mine.x[:, 0] > 0).astype(float), mine.x[:, 1]], axis=1))
+        part = protocol.Side(c.params, mine).part(0, line, protocol.State(c.params))
+        product = part.values[4] if model == "logistic" else part.values[8] + part.values[3] * part.values[4] / 60
+        assert product == pytest.approx(mine.x[0, 1])
+        assert part.donors >= 3
+
+
+def test_open_a_group_mean_is_a_third_of_a_donor_far_from_all():
+    rng, c = np.random.default_rng(0), case("cox", p=1)
+    x = rng.normal(size=(40, 1))
+    x[7] = 1000.0
+    mine = protocol.Donors(x, (rng.random(40) < 0.5).astype(float), np.full(40, 20), rng.integers(0, 24, 40))
+    table = protocol.arranged(c.params, mine).table
+    far = int(np.argmax(table.x[:, 0]))
+    assert table.n[far] >= 3
+    assert table.x[far, 0] * table.n[far] == pytest.approx(1000.0, rel=0.02)
+
+
+def test_open_sums_of_squares_show_an_outcome_far_from_all():
+    rng = np.random.default_rng(0)
+    y = rng.poisson(3, 40).astype(float)
+    y[7] = 5000.0
+    mine = protocol.Donors(rng.normal(size=(40, 1)), y, np.full(40, 20))
+    c = case("linear", p=1)
+    values = protocol.Side(c.params, mine).part(0, "L3", protocol.State(c.params)).values
+    assert np.sqrt(values[-1] * 40 / 39) == pytest.approx(5000.0, rel=0.01)
 
 
 @pytest.mark.parametrize("model", ["cox", "negbin"])

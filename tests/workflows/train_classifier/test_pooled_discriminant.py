@@ -428,6 +428,33 @@ def test_f3_no_party_chooses_what_the_others_add(monkeypatch):
     assert reached > 2  # also with a malicious site
 
 
+def test_open_a_list_of_rare_genes_makes_the_steps_of_4_too_fine():
+    """Attack: one site names 300 rare genes as all that it measured, so others normalise cells to these few counts.
+
+    A cell that has such a gene then has a log value of about 6 instead of 2, and sums of a label of ten cells in
+    multiples of 4 tell how many of its cells have the gene. Nothing prevents it but the least number of common genes.
+    """
+    rng, n, g = np.random.default_rng(0), 300, 1200
+    rate = rng.gamma(0.5, 1.0, g) * 3
+    rate[:300] = rng.uniform(0.02, 0.08, 300)
+    x = rng.poisson(rate * rng.uniform(0.5, 2, (n, 1))).astype(float)
+    names = tuple(f"G{i:04d}" for i in range(g))
+    labels = tuple("rare" if i < 10 else "large" for i in range(n))
+    base = logistic_terms.Params((Party("a"), Party("b")), HUB, n_top_genes=30, penalties=(1.0,))
+    mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(n, bool)).open_labels(base.min_cells)
+    cells, right = (x[:10, :300] > 0).sum(axis=0), {}
+    for what, common in (("all", names), ("chosen", names[:300])):
+        part = Part(Params(base), Start(common, ("large", "rare"), 0), mine)
+        values = part.first().values
+        sums = values[2 : 2 + 2 * len(common)].reshape(2, -1)[1, :300]
+        among = part.shown[:300] & (cells > 0)
+        guess = np.searchsorted([2, 10, 18], sums)
+        right[what] = np.mean((guess == np.minimum(cells, 3))[among])
+        assert set(np.unique(sums % 4)) == {0.0}
+    assert right["all"] < 0.7
+    assert right["chosen"] > 0.95
+
+
 def steer(minimise, memory, rows, mean, targets):
     """A party that dictates all sums leads a fit to chosen points; yields these and the honest cells' gradients."""
     h, K = rows.x.shape[1], 2

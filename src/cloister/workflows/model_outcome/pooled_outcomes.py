@@ -28,7 +28,8 @@ Times of a Cox model are moved in runs, too, over all donors of u.
 Thresholds, enforced by each site on its own donors, whatever others send. In T_u a donor has leverage 1 / (donors of
 its group). In T_u and F_u together no donor has a leverage above 1 / min_donors: donors that would are left out of
 F_u. At L5 the site looks at the β that came of the sums, and adds its donors' own likelihood only if no donor has more
-than that in the weights which this β gives. In a linear model all donors' own features are used where no donor has more
+than that in the weights which this β gives, and none more than half of the score or information in any direction. An
+exposure counts as a weight in F_u. In a linear model all donors' own features are used where no donor has more
 in the columns [1, X]; else those that stand out have the mean features of a group.
 
 Reveals
@@ -36,6 +37,8 @@ Reveals
 coordinator, site : over all sites' donors: their number, mean and spread of the group means, number of events; C and K;
     in each round the log likelihood, score and information of the group means; the result. For a linear model: XᵀX, Xᵀy
     and yᵀy within sites. For survival curves: donors at risk and events per arm and interval, in whole runs.
+    Thresholds count donors, not how much each has of a number. Of donors in a group, or with one feature, that of a
+    single one who has another feature; a third of a donor far from all others; a sum of squares by one large outcome.
 malicious coordinator : the same. It cannot change a sum without an abort.
 one malicious site : the same at coefficients that it can choose by its part of the sums: over all rounds no more than
     T_u and F_u of each other site, that is group means and one scatter matrix; at L5, once a run, one score and one
@@ -89,6 +92,8 @@ NEAR = 3  # donors, at least, among whom the extra variance of counts is found
 RANK = 1e-10  # singular values below this part of the largest are rounding
 MERGED = (list(range(BINS)), [1, 1, 2, 3, 3], [1, 1, 1, 3, 3])  # ranges of the prediction, and wider ones
 CLOSE = 0.05  # of the logarithm of a feature's variance: smaller groups are preferred, as they are more alike
+MOST = 0.5  # of the score or the information at L5, in any direction, that may be one donor's
+FLAT = 1e6  # weights at L5 that differ by more leave some donors to the last digits of the sums
 WORTH = 0.3  # the same, given up for one large group whose donors' own likelihood is used
 
 
@@ -298,10 +303,12 @@ def arranged(params: Params, mine: Donors) -> Arranged:
     for size in group_sizes(thresholds):
         rows = Rows(n, np.arange(n), replace(thresholds, min_donors=size), mine.cells)
         groups = rows.similar(z)
-        kept = within_leverage(z, groups, thresholds.min_donors) if size > thresholds.min_donors else nobody
+        kept = (
+            within_leverage(z, groups, thresholds.min_donors, mine.exposure) if size > thresholds.min_donors else nobody
+        )
         tried.append((left_spread(z, groups.codes, kept), groups, kept))
     most = max(spread for spread, _, _ in tried)
-    if (codes := peeled(params, z, thresholds)) is not None:
+    if (codes := peeled(params, z, thresholds, mine.exposure)) is not None:
         rest = int(codes.max())
         kept = np.where(codes == rest, rest, -1)
         sizes = [np.bincount(codes, w, minlength=rest + 1).astype(np.int64) for w in (mine.cells, None)]
@@ -316,7 +323,7 @@ def left_spread(z: F64, codes: I64, kept: I64) -> float:
     return float(np.linalg.slogdet(scatter(z, codes, kept) + 1e-9 * len(z) * np.eye(z.shape[1]))[1])
 
 
-def peeled(params: Params, z: F64, thresholds: Thresholds) -> I64 | None:
+def peeled(params: Params, z: F64, thresholds: Thresholds, exposure: F64 | None = None) -> I64 | None:
     """One large group of donors of whom none stands out, the last code; those that would, in groups with the nearest.
 
     None where too few are left, and in models in which coefficients multiply outcomes or times in the score: there one
@@ -329,6 +336,8 @@ def peeled(params: Params, z: F64, thresholds: Thresholds) -> I64 | None:
     while len(rest) >= 2 * least:
         d = z[rest] - z[rest].mean(axis=0)
         h = np.einsum("ip,pq,iq->i", d, np.linalg.pinv(d.T @ d, rcond=RANK, hermitian=True), d) + 1 / len(rest)
+        if exposure is not None:
+            h = np.maximum(h, np.square(exposure[rest]) / np.square(exposure[rest]).sum())
         worst = int(np.argmax(h))
         if h[worst] * least <= 1 + SLACK:
             codes[rest] = count
@@ -354,7 +363,7 @@ def tables_of(
         notes.append(f"{apart} of {n} donors count by their group's mean alone")
     if params.model in ("cox", "logistic") and mine.y.sum() in (0, n):
         notes.append("all donors here have the same outcome, so this site adds nothing to the coefficients")
-    h = joint(standardised(mine.x), groups, kept)
+    h = joint(standardised(mine.x), groups, kept, mine.exposure)
     return Arranged(table, inside, groups, rows, h, kept, large, tuple(notes))
 
 
@@ -423,27 +432,35 @@ def deviations(x: F64, codes: I64) -> F64:
     return d
 
 
-def leverage_of(z: F64, groups: SimilarGroups, kept: I64) -> F64:
-    """Of each donor, in the groups and in the differences within them, together."""
+def leverage_of(z: F64, groups: SimilarGroups, kept: I64, exposure: F64 | None = None) -> F64:
+    """Of each donor, in the groups and in the differences within them, together; or in the exposure of those.
+
+    Differences are from a mean with the exposures as weights: one large exposure would make it a donor's features.
+    """
     d = deviations(z, kept)
     inside = np.einsum("ip,pq,iq->i", d, np.linalg.pinv(d.T @ d, rcond=1e-10, hermitian=True), d)
     sizes = np.bincount(groups.codes[groups.codes >= 0], minlength=len(groups))
     made: F64 = np.where(groups.codes >= 0, inside + 1 / np.maximum(sizes[groups.codes], 1), 0.0)
+    if exposure is not None:
+        square, within = np.where(kept >= 0, np.square(exposure), 0.0), np.maximum(kept, 0)
+        made = np.maximum(made, square / np.maximum(np.bincount(within, square)[within], 1e-300))
     return made
 
 
 def largest_leverage(columns: F64) -> float:
     """Of any row, in the span of these columns."""
     norms = np.linalg.norm(columns, axis=0)
+    if not np.any(norms > 0):
+        return 0.0
     left, size, _ = np.linalg.svd(columns[:, norms > 0] / norms[norms > 0], full_matrices=False)
     return float(np.square(left[:, size > RANK * size.max()]).sum(axis=1).max())
 
 
-def within_leverage(z: F64, groups: SimilarGroups, least: int) -> I64:
+def within_leverage(z: F64, groups: SimilarGroups, least: int, exposure: F64 | None = None) -> I64:
     """Codes of the donors that may enter sums within groups: the one with the largest leverage is left out, again."""
     kept = groups.codes.copy()
     while np.any(kept >= 0):
-        h = np.where(kept >= 0, leverage_of(z, groups, kept), 0.0)
+        h = np.where(kept >= 0, leverage_of(z, groups, kept, exposure), 0.0)
         worst = int(np.argmax(h))
         if h[worst] * least <= 1 + SLACK:
             break
@@ -451,9 +468,9 @@ def within_leverage(z: F64, groups: SimilarGroups, least: int) -> I64:
     return kept
 
 
-def joint(z: F64, groups: SimilarGroups, kept: I64) -> float:
+def joint(z: F64, groups: SimilarGroups, kept: I64, exposure: F64 | None = None) -> float:
     """Effective number of donors behind any combination of T_u and F_u."""
-    return float(1 / leverage_of(z, groups, kept).max(initial=1e-300))
+    return float(1 / leverage_of(z, groups, kept, exposure).max(initial=1e-300))
 
 
 def scatter(z: F64, codes: I64, kept: I64) -> F64:
@@ -591,7 +608,7 @@ class Side:
         """L5: the donors' own likelihood where none of them stands out; else that of the tables."""
         a = self.arranged
         assert a is not None
-        donors, numbers = self._effective(state, [state.betas]) if a.large >= 0 else 0.0, []
+        donors, numbers = self._effective(state, state.betas) if a.large >= 0 else 0.0, []
         alone = donors >= self.mine.thresholds.min_donors * (1 - SLACK)
         for f, beta, dispersion in zip(self.params.fits, state.betas, state.dispersions, strict=True):
             if alone:
@@ -611,30 +628,47 @@ class Side:
         size = np.full(len(values), donors if alone else a.donors)
         return a.rows.measured(size * self.mine.cells.min(), size, values)
 
-    def _effective(self, state: State, at: list[list[F64]], ranges: I64 | None = None) -> float:
+    def _effective(self, state: State, first: list[F64], ranges: I64 | None = None) -> float:
         """Effective number of donors behind the likelihood at these coefficients: 1 / the largest leverage.
 
         Outcomes enter sums with the columns [1, X], whatever the coefficients, and with the ranges of the prediction.
-        Features enter the score with the expected outcomes as weights, and the information with their variances.
+        Features enter the score with the expected outcomes m as weights, and the information with their variances w.
+        There a donor's part is m x and w x xᵀ: where few donors have a feature, v may choose m that leaves one of them.
+        So no donor may have more than half of any combination of m [1, X] or √w [1, X] (else the number is 0), and
+        what a range expects of its donors counts as a column too.
         """
-        a, model = self.arranged, self.params.likelihood
+        a = self.arranged
         assert a is not None
         at_all = np.flatnonzero(a.groups.codes >= 0)
         own = self.inside[at_all][:, None]
-        X = np.hstack(
-            [a.groups.codes[at_all][:, None] == np.arange(len(a.groups)), standardised(self.mine.x[at_all]) * own]
-        )
-        first, means, weights = [X], [X[:, : len(a.groups)]], [X[:, : len(a.groups)]]
-        for betas in at:
-            for f, beta, dispersion in zip(self.params.fits, betas, state.dispersions, strict=True):
-                t = self._each_at(state, f)
-                mean = (outcomes.evaluate(model, t, beta, dispersion).expected / t.n)[self.row[at_all]][:, None] * own
-                means.append(mean)
-                weights.append(mean * (1 - mean) if model == "logistic" else mean)
+        groups = (a.groups.codes[at_all][:, None] == np.arange(len(a.groups))).astype(np.float64)
+        X = np.hstack([groups, standardised(self.mine.x[at_all]) * own])
+        outcome, means, weights, parts = [X], [groups], [groups], []
+        for f, m in zip(self.params.fits, self._expected(state, first), strict=True):
+            mean = m[self.row[at_all]][:, None] * own
+            weight = mean * (1 - mean) if self.params.likelihood == "logistic" else mean
+            means.append(mean)
+            weights.append(weight)
+            if weight.max() > FLAT * weight[own].min():
+                return 0.0
+            columns = np.hstack([own, X[:, len(a.groups) + np.array(f)]])
+            parts += [mean * columns, np.sqrt(weight) * columns]
         if ranges is not None:
-            rows = ranges[:, self.row[at_all]]
-            first.append((rows == np.arange(BINS)[:, None, None]).reshape(-1, len(at_all)).T * own)
-        return 1 / max(largest_leverage(np.hstack(columns).astype(np.float64)) for columns in (first, means, weights))
+            inside = [(row[self.row[at_all]][:, None] == np.arange(BINS)) * own for row in ranges]
+            outcome += inside
+            for hot, m in zip(inside, self._expected(state, state.betas), strict=True):
+                means.append(hot * m[self.row[at_all]][:, None])
+        if max(largest_leverage(columns) for columns in parts) > MOST + SLACK:
+            return 0.0
+        return 1 / max(largest_leverage(np.hstack(columns)) for columns in (outcome, means, weights))
+
+    def _expected(self, state: State, betas: list[F64]) -> list[F64]:
+        """Of each regression, the outcome that it expects of one donor of each row of `each`."""
+        model, made = self.params.likelihood, []
+        for f, beta, dispersion in zip(self.params.fits, betas, state.dispersions, strict=True):
+            t = self._each_at(state, f)
+            made.append(outcomes.evaluate(model, t, beta, dispersion).expected / t.n)
+        return made
 
     def _ranges(self, state: State) -> tuple[I64, float]:
         """L6 with a large group: range of each row of `each` in each regression, so that no donor stands out."""
@@ -648,7 +682,7 @@ class Side:
                 for b, to in order:
                     if 0 < self.each.n[row == b].sum() < least:
                         row[row == b] = to
-            donors = self._effective(state, [state.first, state.betas], bins)
+            donors = self._effective(state, state.first, bins)
             if donors >= least * (1 - SLACK):
                 return bins, donors
         return bins, 0.0

@@ -53,10 +53,12 @@ coordinator, site : which genes each site measured (coordinator); label names pe
     profile can tell from a site's sums whether the cell is in them. A sum of a small label shows genes that any of its
     cells expresses.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
-one malicious site : the same sums over the other sites, for genes of its choice: it can claim label means that make any
-    h genes the chosen ones, and with its part shift the classifiers that the other sites score at L6. It learns sums of
-    functions of their groups, at most `SETTINGS` and `GRID` of them in a run, and may so find sizes and rounded means
-    of single groups. It can make the model wrong.
+one malicious site : the same sums over the other sites, for genes of its choice. Its list of genes limits the common
+    ones, over which cells are normalised: with a few hundred rare genes most values of a cell exceed 4, and sums of a
+    label tell how many of its cells have a gene. It can claim label means that make any h genes the chosen ones, and
+    with its part shift the classifiers that the other sites score at L6. It learns sums of functions of their groups,
+    at most `SETTINGS` and `GRID` of them in a run, and may so find sizes and rounded means of single groups. It can
+    make the model wrong.
 coordinator with k sites : these sums over the other sites, so with all but one those of the last site.
 
 Assumes
