@@ -1,5 +1,6 @@
 """Highly variable genes of one batch, as in Seurat v3: variance of counts beside that of genes with the same mean.
 
+    capped, trimmed    counts of which few cells have no large part
     trend        log10 variance against log10 mean, local parabolas over 0.3 of the genes (loess)
     normalised   variance of (x - mean) / expected deviation, values above √n clipped
     ranked       0 for the most variable of `n_top` genes, 1, …; -1 for all others
@@ -64,6 +65,23 @@ def capped(x: Any, donor: I64 | None, min_cells: int, min_donors: int) -> Any:
         columns.data[part] = np.minimum(values, largest_allowed(values, min_cells))
     columns.eliminate_zeros()
     return columns
+
+
+def trimmed(x: Any, min_cells: int) -> Any:
+    """Counts of which no cell has more than about 1 / `min_cells` of a gene's squared distances from its median.
+
+    For genes that at least half of the cells express; the median of all others is zero, so `capped` did the same.
+    """
+    n, columns = x.shape[0], []
+    for g in range(x.shape[1]):
+        column = x[:, [g]]
+        if column.nnz > n // 2:
+            dense = column.toarray()[:, 0]
+            away = dense - np.median(dense)
+            reach = largest_allowed(np.abs(away), min_cells)
+            column = scipy.sparse.csc_matrix((dense - away + np.clip(away, -reach, reach))[:, None])
+        columns.append(column)
+    return scipy.sparse.hstack(columns, format="csc")
 
 
 def largest_allowed(values: F64, least: int) -> float:
