@@ -252,7 +252,7 @@ def test_log_ratios_of_donors_do_not_tell_of_few_cells_beside_many(few):
 
 
 def test_a_library_that_is_too_small_is_found_before_any_gene_is_chosen():
-    """Attack: the genes in common are chosen so that an abort tells whether a cell has more of them than its library."""
+    """Attack: the genes in common are chosen so that an abort tells of a cell with more of them than its library."""
     c = case()
     mine = c.inputs[A][0]
     library = np.asarray(mine.cells.x.sum(axis=1)).ravel()

@@ -243,7 +243,7 @@ def contribution(params: Params, mine: Cells, common: Sequence[str], labels: Seq
     sums, codes = sums_of(params, mine, common, labels)
     rows, K = Rows(len(codes), mine.cells.donor, mine.thresholds), len(labels)
     least, tables = rows.thresholds, [sums.log.copy(), sums.square.copy()]
-    n, expressing = sums.cells.sum(axis=0), sums.expressing.copy()
+    expressing = sums.expressing.copy()
     people = (expressing > 0).sum(axis=0) if params.donors else None
     open_ = rows.sized(expressing.sum(axis=0)[:K].ravel(), None if people is None else people[:K].ravel())
     shown = open_.open.reshape(K, -1)
