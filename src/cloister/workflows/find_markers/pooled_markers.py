@@ -387,12 +387,12 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
     """Be u."""
     check_site(params, mine)
     mine = opened_labels(params, mine)
+    own = common_labels.Own("", 0, tuple(sorted({name for name in mine.labels if name})))
+    common_labels.check_own(params.common_labels, own)
     agreement = common_genes.Params(params.sites, params.coordinator)
     agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.cells.names))  # L1
     opened = OpenedSums(ch, NAME, params.sites, params.coordinator, entropy, identity)
     await opened.begin()
-    names = tuple(sorted({name for name in mine.labels if name}))
-    own = common_labels.Own("", 0, names)
     labels = (await common_labels.site(ch.sub("labels", params.common_labels), params.common_labels, own)).labels
     return await follow(opened, params, labels, agreed.names, mine)
 
