@@ -129,8 +129,8 @@ def two_runs(x, times):
     clipped, plain, group = np.median(found, axis=0)
     above = np.mean([a > c for a, _, c in found])
     print(
-        f"  two runs: {np.median(changed):.0f} of {len(names[0])} groups differ; cosine with the cell {clipped:.2f} from "
-        f"clipped means, {plain:.2f} from plain ones, {group:.2f} of its group's mean; better than it in {above:.0%}"
+        f"  two runs: {np.median(changed):.0f} of {len(names[0])} groups differ; cosine with the cell {clipped:.2f} "
+        f"from clipped means, {plain:.2f} from plain ones, {group:.2f} of its group's mean; better in {above:.0%}"
     )
 
 
@@ -148,7 +148,9 @@ def thresholds(x):
             found.append([cosine(s - f, x[order[one]]) for f, s in zip(first, second, strict=True)])
     if found:
         clipped, plain = np.median(found, axis=0)
-        print(f"  thresholds: {len(found)} pairs of runs; cosine {clipped:.2f} from clipped means, {plain:.2f} from plain")
+        print(
+            f"  thresholds: {len(found)} pairs of runs; cosine {clipped:.2f} from clipped means, {plain:.2f} from plain"
+        )
 
 
 def main() -> None:

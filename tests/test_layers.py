@@ -105,6 +105,8 @@ STATISTICAL = {  # protocols that draw with NumPy, and what: never a mask, a key
     "workflows/fine_tune/training_terms": "which sites take part in a round, from the public seed",
     "workflows/train_classifier/pooled_logistic": "directions in which covariance is looked at, from the public seed",
     "workflows/integrate/harmony_steps": "first directions of clusters, from the public seed",
+    "workflows/train_classifier/pooled_discriminant": "first directions of a site's own genes, never sent",
+    "workflows/shared_pca/shared_pca": "where a search for the largest eigenvalue starts",
     "workflows/find_outliers/counted_forest": "rows and axes of a forest, from a secret of the sites",
 }
 

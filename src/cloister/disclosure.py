@@ -126,8 +126,8 @@ class SimilarGroups:
         A row that is farther from the mean than half of its group counts at that distance, in its own direction. The
         mean is that of the rows clipped so, found in `rounds` steps (an M-estimator of location). At its fixed point,
         deviations add up to zero and at least half of the rows have the largest length, so no row has more than
-        2 / (rows of the group) of the sum of their squares. The first step starts at the medians: from the plain mean, a
-        row at distance D would be left with about D / 10^8 after ten steps.
+        2 / (rows of the group) of the sum of their squares. The first step starts at the medians: from the plain mean,
+        a row at distance D would be left with about D / 10^8 after ten steps.
         """
         inside = np.flatnonzero(self.codes >= 0)
         if not len(inside) or len(inside) == len(self):

@@ -108,7 +108,9 @@ def to_json(e: BaseException) -> dict[str, Any]:
     kind = next((k for k in type(e).__mro__ if k.__module__ == __name__), type(e))  # the class here that it is
     place = {k: getattr(e, k) for k in ("protocol", "line", "code", "heard")} if isinstance(e, ProtocolAbort) else {}
     first = {k: v for k in ("origin", "began") if (v := getattr(e, k, ""))}
-    return {"type": kind.__name__, "text": str(e) or type(e).__name__, "reason": reason_of(e), **place, **first}
+    reason = reason_of(e)
+    what = {"reason": reason, "next": next_step(reason, str(first.get("origin", "")))}
+    return {"type": kind.__name__, "text": str(e) or type(e).__name__, **what, **place, **first}
 
 
 def from_json(told: Mapping[str, Any]) -> CloisterError:
@@ -161,6 +163,7 @@ REASONS = {
     "RefusedError": "refused",
     "MemoryError": "memory",
     "KeyboardInterrupt": "stopped",
+    "stale": "clock",
 }
 """Classes of errors that no party caused on purpose, in one word; an abort's code is such a word already."""
 
@@ -184,6 +187,7 @@ CODES = {
     "refused": "a party's own policy does not allow this run",
     "replay": "a message was received twice, or out of order",
     "spelling": "two sites write one label in two ways",
+    "stale": "its clock and the coordinator's differ by more than ten minutes",
     "timeout": "a peer did not answer in time",
     "too-few": "too few parties were left",
     "width": "the sites' rows are of different width",
@@ -210,6 +214,28 @@ GONE = {
 
 LEFT = frozenset({"dropped", "finished", "lost", "timeout", "too-few", "stopped", "KeyboardInterrupt"})
 """Codes of a party that dropped out, or that waited for one that did. Other codes mean that it found a fault."""
+
+
+NEXT = {
+    "clock": "compare the clocks of {0} and of the coordinator, which differ by more than ten minutes (timedatectl)",
+    "data": "outcome.json at {0} names what does not fit; correct the file or local/site.toml there",
+    "disk": "free disk space at {0}, where the kit and the folder 'out' of its local/site.toml are",
+    "halted": "ask {0} why it halted; nothing runs there until it approves the study again",
+    "lost": "check the machine, the service and the network of {0}; there: cloister status KIT",
+    "memory": "free memory at {0}, or reduce the size of the analysis",
+    "mismatch": "compare study.toml (sha256sum) and the version of Cloister at {0} with those of the others",
+    "options": "outcome.json at {0} names the option or the line of local/site.toml; correct it there",
+    "refused": "outcome.json at {0} says why; to allow the run, that party approves it: cloister site KIT --approve",
+    "stopped": "start the service at {0} again: cloister site KIT",
+    "timeout": "see log.txt at {0}, which was connected and silent; there: cloister status KIT",
+}
+"""What to do after a run that ended by a reason at party {0}; the same sentence at every party."""
+
+
+def next_step(reason: str, origin: str) -> str:
+    """What to do after a run that ended for this reason at that party."""
+    step = NEXT.get(reason, "compare outcome.json at all parties").format(origin or "the party that stopped")
+    return f"{step}; then start a new run"
 
 
 def in_words(code: str) -> str:

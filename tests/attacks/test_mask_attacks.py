@@ -1,4 +1,4 @@
-"""Attacks on the masks of checked sums: keys of somebody else, keys of another run, reflected boxes, masks used twice."""
+"""Attacks on the masks of checked sums: exchanged keys, keys of another run, reflected boxes, masks used twice."""
 
 from collections import Counter
 

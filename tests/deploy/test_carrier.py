@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import ssl
 from pathlib import Path
@@ -13,7 +14,8 @@ from carriers import DATA, PREFIX, End, call, carriers, context, frame, hello
 
 from cloister.deploy import sandbox
 from cloister.deploy.carrier import NEEDED
-from cloister.deploy.pipe import ABSENT, ANSWER, CONNECTED, LOG, NOBODY, REQUEST, SERVICE, Packet
+from cloister.deploy.driver import TlsDriver
+from cloister.deploy.pipe import ABSENT, ANSWER, CONNECTED, LOG, NOBODY, REQUEST, SERVICE, TWICE, Packet
 from cloister.deploy.provision import provision
 from cloister.study import Study
 
@@ -173,3 +175,27 @@ def test_a_site_takes_no_other_for_the_coordinator(tmp_path):
             assert b"the certificate is of 'lugano'" in refused.data
         finally:
             end.close()
+
+
+def test_a_kit_that_is_used_twice_is_reported_with_both_addresses(tmp_path):
+    """FLARE keeps the last connection of a party, so two services of one kit take each other's place for ever."""
+    with carriers(tmp_path) as (port, ends, kits):
+        hub = ends["hub"]
+        first = hub.wait_for(lambda p: p.kind == CONNECTED and p.name == "basel")
+        assert first.data.startswith(b"127.0.0.1:")
+        second = End(kits["basel"], "cloister.deploy.carrier", port)
+        try:
+            told = hub.wait_for(lambda p: p.kind == TWICE, 120.0)
+        finally:
+            second.close()
+    assert told.name == "basel"
+    assert re.fullmatch(rb"127\.0\.0\.1:\d+ and 127\.0\.0\.1:\d+", told.data)
+
+
+def test_a_line_that_breaks_once_is_no_second_service():
+    driver = TlsDriver({}, [], print)
+    assert not driver._twice("basel", "192.0.2.1:50000", "192.0.2.1:50001")
+    assert driver._twice("basel", "192.0.2.1:50001", "192.0.2.2:50000")  # from another host at the same time
+    assert not driver._twice("lugano", "192.0.2.3:1", "192.0.2.3:2")
+    assert not driver._twice("lugano", "192.0.2.3:2", "192.0.2.3:3")
+    assert driver._twice("lugano", "192.0.2.3:3", "192.0.2.3:4")  # again and again

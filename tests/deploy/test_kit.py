@@ -251,7 +251,12 @@ def test_a_kit_holds_certificates_and_nothing_of_flare_besides(kits):
     for p, kit in kits.items():
         name = "server" if p == "hub" else "client"
         assert {f.name for f in (kit / "startup").iterdir()} == {"rootCA.pem", f"{name}.crt", f"{name}.key"}
-        assert {f.name for f in (kit / "local").iterdir()} <= {"site.toml", "runs.json.lock"}
+        assert {f.name for f in (kit / "local").iterdir()} <= {
+            "site.toml",
+            "runs.json.lock",
+            "decisions.jsonl",
+            "decisions.jsonl.lock",
+        }
         assert not (kit / "admin").exists()
 
 

@@ -1,8 +1,11 @@
 """How far a run is: the log and the file of its process, and who is not told."""
 
 import io
+import json
 import logging
 import os
+import re
+import socket
 import sys
 import threading
 import time
@@ -142,3 +145,42 @@ def test_who_follows_an_order_hears_how_far_it_is(kit):
     assert said == ["run aa running"]
     assert heard
     assert set(heard) == {STEP}
+
+
+# ---- for programs that collect logs ----------------------------------------------------------------------------------
+
+
+def test_json_lines_and_journald_fields(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(logs.HOW, "json")
+    logger = logging.getLogger("cloister")
+    before = [*logger.handlers]
+    home = tmp_path / "basel"
+    home.mkdir()
+    try:
+        logs.log_to(home)
+        logging.getLogger("cloister.deploy").warning('run 705d38af: a "quoted"\nword')
+        console = capsys.readouterr().err
+    finally:
+        for handler in [h for h in logger.handlers if h not in before]:
+            logger.removeHandler(handler)
+            handler.close()
+    for text in ((home / "log.txt").read_text(), console):
+        (line,) = text.splitlines()
+        said = json.loads(line)
+        assert said["message"] == 'run 705d38af: a "quoted"\nword'
+        assert (said["level"], said["kit"], said["run"]) == ("warning", "basel", "705d38af")
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", said["time"])
+
+
+def test_a_line_for_journald_has_its_own_protocols_fields(tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
+        journal.bind(str(tmp_path / "journal"))
+        journal.settimeout(10)
+        handler = logs.Journald("basel", str(tmp_path / "journal"))
+        record = logging.LogRecord("cloister.deploy", logging.ERROR, "f", 1, "run 705d38af: two\nlines", (), None)
+        handler.emit(record)
+        handler.close()
+        data = journal.recv(1 << 16)
+    message = b"run 705d38af: two\nlines"
+    assert data.startswith(b"MESSAGE\n" + len(message).to_bytes(8, "little") + message + b"\n")
+    assert data.endswith(b"PRIORITY=3\nSYSLOG_IDENTIFIER=cloister\nCLOISTER_KIT=basel\nCLOISTER_RUN=705d38af\n")

@@ -67,7 +67,7 @@ def spawn_patched(end: socket.socket, patch: str) -> subprocess.Popen:
     return subprocess.Popen(command, pass_fds=[end.fileno()], env={}, cwd="/")
 
 
-def steal(goods, monkeypatch, *, listen, confined=True, least="full", patch="") -> dict[str, str]:
+def steal(goods, monkeypatch, *, listen, confined=True, least="full", patch="", plan=None) -> dict[str, str]:
     """Put the thief into the carrier's place; returns what it could do."""
     monkeypatch.setattr(launch, "PROGRAM", str(THIEF))
     kit = Kit.open(goods["kit"])
@@ -80,6 +80,7 @@ def steal(goods, monkeypatch, *, listen, confined=True, least="full", patch="") 
         "tls": ready.tls_files(kit),
         "sandbox": least if confined else "none",
         "goods": {k: v for k, v in goods.items() if k != "kit"},
+        **(plan or {}),
     }
     ours, theirs = socket.socketpair()
     with theirs:

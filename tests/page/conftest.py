@@ -100,7 +100,7 @@ def page(served):
     policy = kit.policy_file.read_text()
     yield Page(*served)
     kit.policy_file.write_text(policy)
-    for name in ("approvals.json", "runs.json", "budget.json"):
+    for name in ("approvals.json", "runs.json", "budget.json", "decisions.jsonl", "users.json"):
         (kit.path / "local" / name).unlink(missing_ok=True)
 
 
@@ -109,3 +109,9 @@ def hub(kits):
     service, serving = serve(Kit.open(kits["hub"]))
     with serving as served:
         yield Page(service, served)
+
+
+@pytest.fixture
+def page_of():
+    """The class, for pages that a test serves by itself."""
+    return Page

@@ -14,7 +14,7 @@ import pytest
 
 from cloister.deploy import sandbox
 from cloister.deploy.approval import halting
-from cloister.deploy.logs import Teller
+from cloister.deploy.logs import Teller, standing_of
 from cloister.errors import RefusedError, UsageError
 from cloister.mpc.net.events import Event
 from cloister.page import server, view
@@ -387,11 +387,13 @@ def test_what_runs_now_is_told_as_it_goes_on(page):
     try:
         assert "It begins." in page.get("/now")[2]
         tell = Teller(page.kit, run.hex())
+        tell.begin(page.kit.study.parts[0])
         tell(Event(Party("basel"), "sent", "pooled_quantiles", "L2", "pooled_quantiles.Cut", "hub", 10, 1_200_000, 7))
         status, headers, text = page.get("/now")
         assert status == 200
-        for word in ("Run 3f2a9c1e", "pooled_quantiles L2 Cut", "<dd>7</dd>", "1.2 MB", "Time left"):
+        for word in ("Run 3f2a9c1e", "pooled_quantiles L2 Cut", "binning values, round 7<", "1.2 MB"):
             assert word in text
+        assert "left" not in text  # no guess at the time
         assert headers["X-State"] != before
         tell.end()
     finally:
@@ -399,11 +401,32 @@ def test_what_runs_now_is_told_as_it_goes_on(page):
     assert page.get("/now")[1]["X-State"] == before
 
 
-def test_time_left_and_how_far_are_the_runs_own():
-    text = view.now({"ab" * 16: Standing("pooled_pca L5 Round", 30, 100, "step", 12, 2_000_000, 90.0)})
-    assert "about 90 s left" in text
-    assert "step 30 of 100" in text
-    assert '<progress max="100" value="30" aria-label="How far run abababab is">' in text
+def test_how_far_a_run_is_in_words():
+    now = Standing("pooled_pca L5 Round", 30, 100, "step", 124, 2_000_000, 90.0, "step 2 of 3 (integrate)")
+    now.task, now.about = "integrating cells", 146
+    text = view.now({"ab" * 16: now})
+    assert "step 2 of 3 (integrate), integrating cells, round 124 of about 146<" in text
+    assert '<progress max="146" value="124" aria-label="How far run abababab is">' in text
+    assert "90 s" not in text
+    now.about = 100  # it takes longer than the last one: nothing is claimed
+    assert "integrating cells, round 124<" in view.now({"ab" * 16: now})
+    assert "<progress" not in view.now({"ab" * 16: now})
+    now.about = 0  # the first run of a study: only what the protocol itself counts
+    assert "integrating cells, round 124, iteration 30 of 100<" in view.now({"ab" * 16: now})
+
+
+def test_a_finished_run_tells_the_next_how_many_rounds_there_are(page):
+    part = page.kit.study.parts[0]
+    first = Teller(page.kit, "ab" * 16)
+    first.begin(part)
+    first.finish(146)
+    (page.kit.path / "runs").mkdir(exist_ok=True)
+    tell = Teller(page.kit, "cd" * 16)
+    tell.begin(part)
+    tell(Event(Party("basel"), "sent", "pooled_quantiles", "L2", "pooled_quantiles.Cut", "hub", 10, 1_200_000, 7))
+    assert standing_of(page.kit, "cd" * 16).words == "binning values, round 7 of about 146"
+    tell.end()
+    (page.kit.path / "local" / "rounds.json").unlink()
 
 
 def test_runs_and_receipts_so_far(page):

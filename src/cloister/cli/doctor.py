@@ -19,9 +19,7 @@ from cloister.report.parts import size
 
 if TYPE_CHECKING:
     from cloister.deploy.kit import Kit, Policy
-
-if TYPE_CHECKING:
-    from cloister.deploy.kit import Kit
+    from cloister.deploy.proxy import Proxy
 
 ENGINES = {"he": "seal-python", "models": "torch", "flare": "nvflare", "report": "matplotlib", "fcs": "flowio"}
 RECEIPTS = 1 << 26  # bytes that must be free beside the size of the cells
@@ -137,7 +135,11 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
     yield from _permissions(path, policy.out)
     yield from _certificates(kit)
     yield _disk(policy)
-    yield _carrier(policy.sandbox, listen=kit.role == "coordinator")
+    if policy.carrier is not None:
+        text = f"another program carries the frames, by {policy.carrier}; it must run as another user (docs/deploy.md)"
+        yield Finding("carrier", "note", text)
+    else:
+        yield _carrier(policy.sandbox, listen=kit.role == "coordinator")
     try:
         parts = [f"{part.workflow}, mode {part.mode}" for part, _, _ in check_steps(kit.study)]
         yield Finding("study", "ok", f"{', then '.join(parts)}, {len(kit.study.sites)} sites")
@@ -168,7 +170,8 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
                     yield Finding("budget", "note", text)
         except CloisterError as e:
             yield Finding("limits", "note", str(e))
-        yield _coordinator_answers(kit.study.network.get("host"), kit.study.network.get("port"))
+        if policy.carrier is None:
+            yield _coordinator_answers(kit.study.network.get("host"), kit.study.network.get("port"), policy.proxy)
     if kit.role == "site":
         from cloister.deploy.approval.own_cells import check_approved_cells, open_cells
 
@@ -265,12 +268,22 @@ def _certificates(kit: Kit) -> Iterator[Finding]:
         yield Finding("certificate", state, f"{file.name} is valid for {days} more days")
 
 
-def _coordinator_answers(host: str | None, port: int | None) -> Finding:
+def _coordinator_answers(host: str | None, port: int | None, proxy: Proxy | None) -> Finding:
+    from cloister.deploy.proxy import ProxyError, open_tunnel
+
+    through = f" through the proxy {proxy}" if proxy is not None else ""
     try:
-        with socket.create_connection((str(host), int(port or 0)), timeout=5):
-            return Finding("coordinator", "ok", f"{host}:{port} answers")
+        first = (str(host), int(port or 0)) if proxy is None else (proxy.host, proxy.port)
+        with socket.create_connection(first, timeout=5) as sock:
+            if proxy is not None:
+                open_tunnel(sock, str(host), int(port or 0), proxy.authorization, 5.0)
+            return Finding("coordinator", "ok", f"{host}:{port} answers{through}")
+    except ProxyError as e:
+        return Finding("coordinator", "note", f"{host}:{port}: {e}")
     except OSError as e:
         why = e.strerror or type(e).__name__
+        if proxy is not None:
+            return Finding("coordinator", "note", f"the proxy {proxy} does not answer ({why}); is its address right?")
         return Finding(
             "coordinator", "note", f"{host}:{port} does not answer ({why}); is it started, is the port open?"
         )

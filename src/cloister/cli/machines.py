@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,8 +67,11 @@ def site(
         ),
     ] = False,
     port: Annotated[int | None, typer.Option(help="With --page: TCP port; 8642 by default.")] = None,
+    log: Annotated[
+        str, typer.Option(help="Format of log lines: text, json, or journal (fields of journald).")
+    ] = "text",
 ) -> None:
-    """Start a party (site, coordinator or auxiliary server) and wait for runs; Ctrl-C stops it."""
+    """Start a party and wait for runs; Ctrl-C stops it."""
     if approve and refuse:
         raise UsageError("--approve or --refuse, not both")
     if (page and (approve or refuse)) or (port is not None and not page):
@@ -84,13 +88,82 @@ def site(
         raise UsageError(
             "--by, --data and --allow-small-change need --approve; a service reads its cells from local/site.toml"
         )
+    from cloister.deploy.logs import HOW, HOWS
     from cloister.deploy.start import start_party
 
+    if log not in HOWS:
+        raise UsageError(f"--log must be one of {', '.join(HOWS)}, found {log!r}")
+    os.environ[HOW] = log  # for the processes of runs, too
     if not page:
         start_party(kit)
     from cloister.page.server import PORT, beside
 
     start_party(kit, functools.partial(beside, port=PORT if port is None else port))
+
+
+def page(
+    kits: Annotated[list[Path], typer.Argument(help="Kits of parties on this machine, one for each study.")],
+    port: Annotated[int | None, typer.Option(help="TCP port on 127.0.0.1; 8642 by default.")] = None,
+    add_user: Annotated[str, typer.Option(help="Add a user to these kits, print a token, and stop.")] = "",
+    remove_user: Annotated[str, typer.Option(help="Remove a user from these kits, and stop.")] = "",
+    look: Annotated[bool, typer.Option("--look", metavar=FLAG, help="With --add-user: may look, not decide.")] = False,  # noqa: FBT002
+    sso: Annotated[  # noqa: FBT002
+        bool, typer.Option("--sso", metavar=FLAG, help="With --add-user: named by the log-in proxy, without a token.")
+    ] = False,
+) -> None:
+    """Serve one page for several studies, or manage its users."""
+    from cloister.deploy.kit import Kit
+    from cloister.page import users
+
+    if (add_user and remove_user) or ((look or sso) and not add_user):
+        raise UsageError("--add-user or --remove-user, not both; --look and --sso are for --add-user")
+    opened = [Kit.open(kit) for kit in kits]
+    token = "" if sso else users.new_token()  # one for all studies of the page
+    for kit in opened if add_user or remove_user else ():
+        if remove_user:
+            users.remove(kit, remove_user)
+            out.print(f"{kit.me}: {remove_user} is no user of its page any more", markup=False)
+        else:
+            users.add(kit, add_user, token, decides=not look)
+            what = "may look" if look else "may look and decide"
+            proxy = f"; the log-in proxy's secret is in {kit.path / users.SECRET}" if sso else ""
+            out.print(f"{kit.me}: {add_user} {what}{proxy}", markup=False, soft_wrap=True)
+    if add_user or remove_user:
+        if add_user and token:
+            out.print(f"token: {token}", markup=False, soft_wrap=True)
+        return
+    from cloister.deploy.start import wait_for_stop
+    from cloister.page.server import PORT, beside
+
+    with beside([kit.path for kit in opened], PORT if port is None else port):
+        wait_for_stop()
+
+
+def status(
+    kit: Annotated[Path, typer.Argument(help="This party's start-up kit.")],
+    as_json: AsJson = False,  # noqa: FBT002
+    prometheus: Annotated[  # noqa: FBT002
+        bool, typer.Option("--prometheus", metavar=FLAG, help="Print metrics in the text format of Prometheus.")
+    ] = False,
+) -> None:
+    """Show what a party's service does now, and its last error."""
+    from cloister.deploy import status as shown
+    from cloister.deploy.control_socket import status_of
+    from cloister.deploy.kit import Kit
+
+    opened = Kit.open(kit)
+    now = status_of(opened)
+    if prometheus:
+        print(shown.metrics((opened, now)), end="")
+    elif as_json:
+        facts = {"party": opened.me, "role": opened.role, "study": opened.study.name}
+        facts |= {"digest": opened.study.digest.hex(), "decision": opened.decision}
+        print(json.dumps({**facts, **shown.to_json(now)}, indent=1))
+    else:
+        for title, text in shown.lines(opened, now):
+            out.print(f"{title:9} {text}", markup=False, soft_wrap=True)
+    if not now.running:
+        raise typer.Exit(3)  # for whoever asks by a program, as a container's probe
 
 
 def _asked(kit: Kit) -> Kit:

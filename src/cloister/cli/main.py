@@ -194,6 +194,8 @@ app.command(epilog="Example:  cloister distil vit.safetensors images.npz --label
 app.command(epilog="Example:  cloister provision study.toml --out kits")(machines.provision)
 app.command(epilog="Example:  cloister site kits/basel --approve   then   cloister site kits/basel")(machines.site)
 app.command(epilog="Example:  cloister halt kits/basel")(machines.halt)
+app.command(epilog="Example:  cloister status kits/basel")(machines.status)
+app.command(epilog="Example:  cloister page kits/basel other/kits/basel")(machines.page)
 app.command(epilog="Example:  cloister run bin-values study.toml --as basel --data a.h5ad --out a.binned.h5ad")(
     machines.run
 )
@@ -204,7 +206,7 @@ def doctor(
     kit: Annotated[Path | None, typer.Option(help="Start-up kit to check as well.")] = None,
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
-    """Check whether this installation, and a kit, are ready for a run. Nothing is changed or sent."""
+    """Check this installation, and a kit. Nothing is changed or sent."""
     import dataclasses
 
     from cloister.cli.doctor import examine

@@ -6,7 +6,7 @@ let shown = "";
 
 async function look() {
   try {
-    const answer = await fetch(`${location.origin}/now`, { cache: "no-store" });
+    const answer = await fetch(location.origin + now.dataset.from, { cache: "no-store" });
     if (answer.status === 401) {
       now.textContent = "This party was started anew; load the page again, and log in with the new token.";
       return;

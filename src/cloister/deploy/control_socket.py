@@ -22,12 +22,13 @@ from typing import Any
 
 from cloister import errors, governance
 from cloister.deploy.invitation import COME, Invitation, read_word
-from cloister.deploy.kit import RUNS, Kit
+from cloister.deploy.kit import Kit
 from cloister.deploy.logs import last_event
 from cloister.deploy.party import Ended, lost
 from cloister.deploy.pipe import HEARD, STOP, Packet
 from cloister.deploy.ready import is_running
 from cloister.deploy.service import HERE, INVITE, PING, RUNS_AT_ONCE, Running, Service
+from cloister.deploy.status import Status, of_service, to_json
 from cloister.errors import CloisterError, PeerLost, ProtocolAbort, RefusedError, UsageError
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.events import Event
@@ -97,6 +98,9 @@ def _obey(client: socket.socket, service: Service, done: Callable[[], None]) -> 
                 client.settimeout(60.0)
                 client.sendall(json.dumps({"halted": service.halt()}).encode() + b"\n")
                 return
+            if order == b"status\n":
+                client.sendall(json.dumps(to_json(of_service(service))).encode() + b"\n")
+                return
             if order != b"run\n" or service.kit.role != "coordinator":
                 return
 
@@ -150,13 +154,9 @@ def conduct_run(service: Service, tell: Callable[[str], None], gone: Callable[[]
             running.pipe.post(Packet(STOP, data=b"the run was stopped"))
             running.over.wait(30.0)
             break
-    file = kit.path / RUNS / f"{run.hex()}.json"
-    try:
-        return Ended.load(file)
-    except OSError:
-        return lost(kit.me, run.hex(), f"the run's process at {kit.me} ended; see {kit.path / 'log.txt'}")
-    finally:
-        file.unlink(missing_ok=True)
+    if running.ended is not None:
+        return running.ended
+    return lost(kit.me, run.hex(), f"the run's process at {kit.me} ended; see {kit.path / 'log.txt'}")
 
 
 def _wait_for(service: Service, guests: list[Party], tell: Callable[[str], None], gone: Callable[[], bool]) -> None:
@@ -225,6 +225,7 @@ def run_study(
     if ended.status != "done" and on_status is not None:
         for party, word in ended.parties.items():
             on_status(f"{party}: {word}")
+        on_status(f"next: {ended.error['next']}")
     ended.check()
     return ended
 
@@ -244,6 +245,16 @@ def give_order(kit: Kit, order: bytes) -> bytes:
                 raise _silent(kit, "it ended")
             answer += more
     return answer
+
+
+def status_of(kit: Kit) -> Status:
+    """The status of a kit's service, by its socket; one that is not running is no error."""
+    if not is_running(kit):
+        return Status()
+    try:
+        return Status.load(json.loads(give_order(kit, b"status\n")))
+    except (CloisterError, ValueError, TypeError):
+        return Status()
 
 
 def _connect(kit: Kit) -> socket.socket:
@@ -301,4 +312,4 @@ def _follow(
                 return Ended(**line["ended"])
 
 
-__all__ = ["give_order", "run_study", "take_orders"]
+__all__ = ["give_order", "run_study", "status_of", "take_orders"]

@@ -26,11 +26,13 @@ from nvflare.fuel.f3.drivers.driver_params import DriverCap, DriverParams
 from nvflare.fuel.f3.sfm.prefix import PREFIX_LEN, Prefix
 
 from cloister.deploy.pipe import MOST
+from cloister.deploy.proxy import open_tunnel
 
 MOST_FRAME = MOST + (1 << 12)
 AT_ONCE = 16
 HANDSHAKE, SENDING = 10.0, 30.0  # seconds
 HALF_OPEN, HALF_OPEN_EACH = 256, 16  # handshakes at a time, of all and of one address
+OVERLAP, OVERLAPS = 180.0, 3  # seconds, and how often within them, before a party on one host counts as two
 OPEN_EACH = 4  # connections of one party; FLARE keeps the last
 Address = tuple[str, int]  # an IP address and a port
 
@@ -66,11 +68,16 @@ class TlsConnection(Connection):
         for name, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+        self.address = ":".join(map(str, sock.getpeername()[:2]))
         self._about = {
             DriverParams.PEER_CN.value: peer,
-            DriverParams.PEER_ADDR.value: ":".join(map(str, sock.getpeername()[:2])),
+            DriverParams.PEER_ADDR.value: self.address,
             DriverParams.LOCAL_ADDR.value: ":".join(map(str, sock.getsockname()[:2])),
         }
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def get_conn_properties(self) -> dict[str, str]:
         return self._about
@@ -149,8 +156,12 @@ class TlsDriver(BaseDriver):
         self._open: Counter[str] = Counter()  # connections by common name
         self._lock = threading.Lock()
         self.listener: socket.socket | None = None  # the coordinator's
-        self.addresses: list[Address] = []  # where a site finds the coordinator
-        self.host = ""
+        self.addresses: list[Address] = []  # where a site finds the coordinator, or its proxy
+        self.host, self.port = "", 0
+        self.proxy: str | None = None  # the Authorization line for a proxy, "" for one that wants none
+        self.on_twice: Callable[[str, str, str], None] = lambda peer, old, new: None
+        self._overlaps: dict[str, list[float]] = {}  # party → when it connected while it was connected
+        self._live: dict[str, list[TlsConnection]] = {}
 
     @staticmethod
     def supported_transports() -> list[str]:
@@ -185,7 +196,7 @@ class TlsDriver(BaseDriver):
         try:
             connection = self._shake(sock, context, connector, server=True)
         except (OSError, ValueError) as e:
-            self._tell(f"a connection was refused: {_reason(e)}")
+            self._tell(f"a connection from {address} was refused: {_reason(e)}")
             sock.close()
             return
         finally:
@@ -199,6 +210,8 @@ class TlsDriver(BaseDriver):
             try:
                 sock = socket.create_connection(address, timeout=HANDSHAKE)
                 try:
+                    if self.proxy is not None:
+                        open_tunnel(sock, self.host, self.port, self.proxy, HANDSHAKE)
                     connection = self._shake(sock, context, connector, server=False)
                 except BaseException:
                     sock.close()
@@ -208,7 +221,8 @@ class TlsDriver(BaseDriver):
                 continue
             self._serve(connection)
             return
-        self._tell(f"no connection to {self.host}: {failure}")
+        through = " through the proxy" if self.proxy is not None else ""
+        self._tell(f"no connection to {self.host}:{self.port}{through}: {failure}")
 
     def _shake(
         self, sock: socket.socket, context: ssl.SSLContext, connector: ConnectorInfo, *, server: bool
@@ -232,9 +246,17 @@ class TlsDriver(BaseDriver):
         with self._lock:
             fits = self._open[connection.peer] < OPEN_EACH
             self._open[connection.peer] += fits
+            live = self._live.setdefault(connection.peer, [])
+            before = next((c.address for c in live if not c.closed), None)
+            if fits:
+                live.append(connection)
         if not fits:
             connection.close()
             return
+        if before is not None and self._twice(connection.peer, before, connection.address):
+            self.on_twice(connection.peer, before, connection.address)
+        elif before is not None:
+            self._tell(f"'{connection.peer[:64]}' connects again, from {connection.address} in place of {before}")
         try:
             self.add_connection(connection)
             connection.read_frames()
@@ -242,6 +264,18 @@ class TlsDriver(BaseDriver):
         finally:
             with self._lock:
                 self._open[connection.peer] -= 1
+                live.remove(connection)
+
+    def _twice(self, peer: str, old: str, new: str) -> bool:
+        """Whether a party that connects while it is connected runs twice, and has not only lost its line.
+
+        A line that broke is replaced once, from the same host. Two services of one kit take each other's place again
+        and again, because FLARE keeps only the last connection of a party.
+        """
+        now = time.monotonic()
+        times = [t for t in self._overlaps.get(peer, []) if now - t < OVERLAP] + [now]
+        self._overlaps[peer] = times[-OVERLAPS:]
+        return old.rpartition(":")[0] != new.rpartition(":")[0] or len(times) >= OVERLAPS
 
     def shutdown(self) -> None:
         self.close_all()

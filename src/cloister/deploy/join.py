@@ -96,6 +96,8 @@ def attend(
         time.sleep(2.0)  # let the service tell the coordinator before it goes
     if ended.status != "done" and ended.step:
         say(f"what the steps before {ended.step} gave is in {ended.folder}")
+    if ended.status != "done":
+        say(f"next: {ended.error['next']}")
     ended.check()
     return ended
 

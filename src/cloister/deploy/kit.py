@@ -5,9 +5,12 @@
         identity.key          this party's Ed25519 key (0600)
         local/site.toml       this party's own: where the cells are, what may run here, and how often
         local/approvals.json  who approved which study, when, and on which cells
+        local/decisions.jsonl every decision so far (`approval.history`)
+        local/users.json      who may look at this party's page or decide by it (`page.users`)
+        local/rounds.json     rounds of the latest finished run of each study, to say how far another one is
         local/runs.json       how many runs were begun
-        local/budget.json     what was asked of the same cells in all (`sign_off.budget`)
-        local/answered.npz    keyed fingerprints of the cells that were used so far (`sign_off.differencing`)
+        local/budget.json     what was asked of the same cells in all (`approval.budget`)
+        local/answered.npz    keyed fingerprints of the cells that were used so far (`approval.differencing`)
         local/invitations.json   invitations of the last minutes, which are not answered twice
         startup/              certificate and key for TLS
         page.token            opens the page of a party that was started with --page (0600)
@@ -22,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -38,19 +42,22 @@ from cloister.deploy.approval import approval, own_cells
 from cloister.deploy.approval.approval import Approval, Approvals, Refusal
 from cloister.deploy.approval.budget import USUAL, Budget, cost_of, read_budget
 from cloister.deploy.approval.differencing import AnsweredCells
+from cloister.deploy.notify import read_hook
+from cloister.deploy.proxy import Proxy
 from cloister.deploy.sandbox import FULL, LEVELS
 from cloister.disclosure import Thresholds
-from cloister.errors import DataError, ParameterError
+from cloister.errors import DataError, ParameterError, about
 from cloister.mpc.crypto.agreement import Identity
 from cloister.study import Party, Role, Study
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
-RUNS = "runs"  # folder of a coordinator's kit: how a run ended, until its service has read it
+RUNS = "runs"  # folder of a kit: how far its runs are
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
 TOP = {"data", "out", "sandbox", "approve", "limits", "budget", "floors", "obs", "obsm", "labels"}
 TOP |= {"layer", "raw", "genes", "kind"}  # of this site's file
+TOP |= {"proxy", "listen", "carrier", "notify", "page"}
 SANDBOXES = (*LEVELS[::-1], "systemd")  # the least level that this site accepts (`sandbox`), or two units of systemd
 RENAMED = {"landlock": FULL}  # as kits of earlier versions have it
 STUDY_RUNS, WORKFLOW_RUNS = 20, 100  # runs that may be begun where [limits] says nothing
@@ -59,6 +66,7 @@ CONSENTS_SET = (  # shown before anybody here has seen these consents
     "these consents were in local/site.toml before this approval, and kits are delivered without any: {};"
     " to take them back, write: consent = []"
 )
+HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?(:\d{1,5})?")
 APPROVE = ("workflows", "modes", "studies", "consent")
 
 
@@ -72,6 +80,11 @@ class Policy:
     modes: tuple[str, ...] = ()
     studies: tuple[str, ...] = ()  # digests, as `cloister site KIT --approve` writes them
     sandbox: str = FULL
+    proxy: Proxy | None = None  # the way out, where only a proxy may connect to the outside
+    notify: str | tuple[str, ...] = ""  # a web address or a command that is told of a study that waits
+    page: Mapping[str, Any] = field(default_factory=dict)  # sso_header and hosts of this party's page
+    carrier: Path | None = None  # the socket at which another program, a FLARE job, carries this party's frames
+    listen: tuple[str, int] | None = None  # of a coordinator behind a TLS pass-through: where it listens itself
     consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
     limits: Mapping[str, int] = field(default_factory=dict)  # "study" or a workflow's name → runs it may have here
     budget: Mapping[str, Any] = field(default_factory=dict)  # what may be asked of the same cells under any study
@@ -90,6 +103,7 @@ class Kit:
     study: Study
     me: Party
     identity: Identity
+    via: str = ""  # how decisions about it come, for their history
 
     @classmethod
     def open(cls, path: str | Path) -> Kit:
@@ -119,7 +133,7 @@ class Kit:
 
     @property
     def approvals(self) -> Approvals:
-        return Approvals(self.path / "local" / approval.FILE, self.me)
+        return Approvals(self.path / "local" / approval.FILE, self.me, self.via)
 
     def policy(self) -> Policy:
         """Read `local/site.toml` as it is now; every error names the key."""
@@ -133,7 +147,7 @@ class Kit:
         _check_keys(raw, TOP, f"{where.name}")
         approve = _table(raw, "approve")
         _check_keys(approve, set(APPROVE), f"{where.name} [approve]")
-        for key in ("data", "out"):
+        for key in ("data", "out", "carrier"):
             if not isinstance(raw.get(key, ""), str):
                 raise ParameterError(f"{where.name}: '{key}' must be a path in quotes")
         for key in ("layer", "genes", "kind"):
@@ -144,6 +158,15 @@ class Kit:
         sandbox = RENAMED.get(str(raw.get("sandbox")), raw.get("sandbox", FULL))
         if sandbox not in SANDBOXES:
             raise ParameterError(f"{where.name}: 'sandbox' must be one of {', '.join(SANDBOXES)}")
+        proxy, listen = self._read_network(raw)
+        page = _table(raw, "page")
+        _check_keys(page, {"sso_header", "hosts"}, f"{where.name} [page]")
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{0,63}", str(page.get("sso_header", "X"))):
+            text = f"{where.name} [page]: 'sso_header' must be the name of a header, as \"X-Remote-User\""
+            raise ParameterError(text)
+        hosts = page.get("hosts", [])
+        if not isinstance(hosts, list) or not all(isinstance(h, str) and HOST.fullmatch(h) for h in hosts):
+            raise ParameterError(f"{where.name} [page]: 'hosts' must be a list of names, as [\"cloister.example.org\"]")
         for key in APPROVE:
             approved = approve.get(key, [])
             if not isinstance(approved, list) or not all(isinstance(x, str) for x in approved):
@@ -172,12 +195,42 @@ class Kit:
             limits={"study": STUDY_RUNS} | dict.fromkeys(self._asked()["workflows"], WORKFLOW_RUNS) | dict(limits),
             budget=read_budget(_table(raw, "budget")),
             sandbox=sandbox,
+            proxy=proxy,
+            notify=read_hook(raw.get("notify", ""), where.name),
+            page=dict(page),
+            listen=listen,
+            carrier=self.path / raw["carrier"] if raw.get("carrier") else None,
             floors=dict(floors),
             obs=names["obs"],
             obsm=names["obsm"],
             labels=names["labels"],
             settings=Settings(raw.get("raw", False), raw.get("layer"), raw.get("genes"), raw.get("kind")),
         )
+
+    def _read_network(self, raw: Mapping[str, Any]) -> tuple[Proxy | None, tuple[str, int] | None]:
+        """`proxy` of a party that connects, `listen` of the coordinator; no error repeats a password."""
+        where, hub = self.policy_file.name, self.role == "coordinator"
+        wrong = "listen" if not hub else "proxy"
+        if wrong in raw:
+            does = "opens no connection" if hub else "listens nowhere"
+            raise ParameterError(f"{where}: '{wrong}' is of no use here, since {self.me} {does}; remove the line")
+        proxy = listen = None
+        if "proxy" in raw:
+            if not isinstance(raw["proxy"], str):
+                raise ParameterError(f"{where}: 'proxy' must be a text in quotes")
+            with about(where):
+                proxy = Proxy.parse(raw["proxy"])
+            if proxy.authorization and os.name == "posix" and (mode := self.policy_file.stat().st_mode) & 0o077:
+                raise DataError(
+                    f"{self.policy_file} contains a password and can be read by other users of this machine"
+                    f" (mode {stat.S_IMODE(mode):03o}); run: chmod 600 {self.policy_file}"
+                )
+        if "listen" in raw:
+            host, _, port = str(raw["listen"]).rpartition(":")
+            if not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ParameterError(f"{where}: 'listen' must be as \"0.0.0.0:8002\", found {raw['listen']!r}")
+            listen = host.strip("[]"), int(port)
+        return proxy, listen
 
     def _asked(self) -> dict[str, list[str]]:
         """What the study wants approved; a study of several steps is one study, and all their workflows and modes."""
@@ -187,6 +240,20 @@ class Kit:
             "modes": [*dict.fromkeys(part.mode for part in parts)],
             "studies": [self.study.digest.hex()],
         }
+
+    @property
+    def decision(self) -> str:
+        """Where the study stands at this party, in one word."""
+        if self.role == "coordinator":
+            return "asks"
+        if governance.expired(self.study.governance):
+            return "ended"
+        entry = self.approvals.entry(self.study)
+        if entry is None:
+            return "waits"
+        if entry.withdrawn:
+            return "refused" if entry.refused else "withdrawn"
+        return "approved" if entry.made_here else "waits"
 
     def check_approved(self, policy: Policy) -> None:
         """Raise `Refusal` unless this party allowed the workflows, the modes and this very study, and still does."""
@@ -369,6 +436,10 @@ def check_private(path: Path) -> None:
     settings = [path, path / "local", path / "startup", path / "study.toml", path / "local" / "site.toml"]
     for files_of, forbidden, what in ((keys, 0o027, "read or changed by"), (settings, 0o022, "changed by")):
         for file in files_of:
+            if file.exists() and (owner := file.stat().st_uid) not in (os.geteuid(), 0) and os.geteuid() != 0:
+                raise DataError(
+                    f"{file} belongs to user {owner}, who could change it; run: chown -R {os.geteuid()} {path}"
+                )
             if file.exists() and (mode := stat.S_IMODE(file.stat().st_mode)) & forbidden:
                 right = "700" if file.is_dir() else "600"
                 raise DataError(
@@ -399,6 +470,19 @@ SANDBOX_TEXT = """
 # "seccomp": it may also read what this service may read. "systemd": another user runs it, by two unit files.
 # cloister doctor shows what this machine offers; docs/deploy.md explains the levels.
 sandbox = "full"
+"""
+PROXY_TEXT = """
+# If only a proxy may connect to the outside: the process above then connects to the proxy's port and to no other.
+# With a password, chmod 600 this file. http://user:password@proxy.example.org:3128
+# proxy = "http://proxy.example.org:3128"
+
+# A command or a web address that learns that a study waits for a decision here; it gets JSON, and nothing of the cells.
+# notify = ["/usr/local/bin/tell-privacy-office"]
+# notify = "https://chat.example.org/hooks/cloister"
+"""
+LISTEN_TEXT = """
+# Behind a TLS pass-through (port 443 of [network] outside): where this coordinator listens itself.
+# listen = "127.0.0.1:8002"
 """
 
 
@@ -443,6 +527,7 @@ workflows = []
 modes = []
 studies = []
 # What needs your consent besides. "open-model": train-cellcnn may decrypt the trained model for all parties;
+# "donor-inputs": also if inputs are drawn per donor, so that one malicious site can make the model show a donor;
 # "validation": and one number, the error on held-out donors, during training; "outside-query": predict-cellcnn may
 # answer a party that took no part in the training; "whole-model": it may answer enough donors of one party to
 # determine the model; "iterative-fit": train-classifier may run solver="logistic" without noise, with which one
@@ -480,6 +565,7 @@ min_cells = {Thresholds().min_cells}
         + (cells if role == "site" else "")
         + '# Results and receipts, one folder per run.\nout = "results"\n'
         + SANDBOX_TEXT
+        + (LISTEN_TEXT if role == "coordinator" else PROXY_TEXT)
         + (approval if role != "coordinator" else "")
         + (names if role == "site" else "")
     )

@@ -19,25 +19,38 @@ RUNTIME = "RUNTIME_DIRECTORY"  # systemd's name for the folder that a unit's pro
 
 def open_carrier(kit: Kit, ending: threading.Event) -> tuple[subprocess.Popen[bytes] | None, socket.socket]:
     """Start a carrier, or wait for the one that systemd starts; returns our end of its pipe."""
-    if kit.policy().sandbox != "systemd":
+    policy = kit.policy()
+    if policy.sandbox != "systemd" and policy.carrier is None:
         ours, theirs = socket.socketpair()
         with theirs:
             return spawn_carrier(theirs), ours
-    with carrier_socket() as server:
+    with carrier_socket(policy.carrier) as server:
         while not ending.is_set():
             with contextlib.suppress(TimeoutError):
                 return None, server.accept()[0]
     raise ParameterError("the service stops")
 
 
-def carrier_socket() -> socket.socket:
-    """Where systemd's carrier finds its service: in the unit's runtime folder, which only its group enters."""
-    folder = os.environ.get(RUNTIME)
-    if not folder:
+def carrier_socket(path: Path | None = None) -> socket.socket:
+    """Where a carrier of another user finds its service: in a folder that only its group enters.
+
+    Without `path`, in the runtime folder of the service's unit.
+    """
+    if path is None:
+        folder = os.environ.get(RUNTIME)
+        if not folder:
+            raise ParameterError(
+                f'sandbox = "systemd", but there is no {RUNTIME}: start the service by the unit files of docs/deploy.md'
+            )
+        path = Path(folder.partition(":")[0]) / "carrier.sock"
+    if not path.parent.is_dir():
+        raise ParameterError(f"{path.parent} is no folder; make it, for this user and the carrier's group only")
+    if path.parent.stat().st_mode & 0o002:
         raise ParameterError(
-            f'sandbox = "systemd", but there is no {RUNTIME}: start the service by the unit files of docs/deploy.md'
+            f"every user may write in {path.parent} and could take the carrier's place; run: chmod 750 {path.parent}"
         )
-    path = Path(folder.partition(":")[0]) / "carrier.sock"
+    if path.exists() and not path.is_socket():
+        raise ParameterError(f"{path} is no socket; name another place")
     path.unlink(missing_ok=True)
     server = socket.socket(socket.AF_UNIX)
     server.settimeout(1.0)

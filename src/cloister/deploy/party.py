@@ -32,6 +32,7 @@ from cloister.deploy.link import Ask, SealedLink
 from cloister.deploy.logs import Teller
 from cloister.errors import CloisterError, PeerLost, RefusedError
 from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.net.channel import Endpoint
 from cloister.mpc.net.journal import SUFFIX
 from cloister.mpc.net.mailbox import Mailbox
 from cloister.mpc.net.multiplex import Mailboxes, StepLink
@@ -39,7 +40,7 @@ from cloister.mpc.net.receipts import Receipt
 from cloister.rehearsal.results import save_run, step_folder
 from cloister.rehearsal.run import Run, workflow_part
 from cloister.session import Outcome, take_part
-from cloister.study import Party
+from cloister.study import Party, Study
 from cloister.workflows import pipeline
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Turn:
         )
         self.entropy, self.over = Entropy(), threading.Event()
         self.link = SealedLink(kit.study, kit.me, run, kit.identity, self.mailbox, ask, self.entropy)
+        self._met = self._seated = False
 
     def take(self) -> Ended:
         """Run this party's part to its end, and write the results or the error. Never raises."""
@@ -120,13 +122,16 @@ class Turn:
             self._meet()
             for part in kit.study.parts:
                 run = Run(part)
+                self.tell.begin(part)
                 with pipeline.named(part):
                     run.outcomes[kit.me] = self._run_part(policy, run, done, folder)
+                self.tell.finish(run.outcomes[kit.me].cost.get("rounds", 0))
                 done.append(run)
             self._save(run, folder)
             ended = _all_done(self.run, kit.me, folder, done)
         except BaseException as e:
             ended = replace(failed(kit, self.run, e, folder), step=run.study.place)
+            self._announce(e, run.study)
             with contextlib.suppress(CloisterError):
                 self._save(Run(run.study, errors={kit.me: e}, receipts=run.receipts), folder)
         finally:
@@ -135,13 +140,31 @@ class Turn:
         self.tell.end()
         ended.keep()
         log.info("run %s %s; see %s", self.run[:8], ended.error.get("text") or ended.status, folder)
+        if ended.error:
+            log.info("run %s: next: %s", self.run[:8], ended.error["next"])
         self.over.set()
         return ended
+
+    def _announce(self, e: BaseException, part: Study) -> None:
+        """Have the others learn why this party does not begin, where no session has: by a full disk, for example."""
+        if self._seated:
+            return  # its session has sent the abort
+        with contextlib.suppress(Exception):
+            if not self._met:
+                self._met = True
+                self.link.start()
+                self.link.meet()
+            link = StepLink(self.link, part.at) if part.at else self.link
+            mailbox = self.mailbox.begin(part.at) if isinstance(self.mailbox, Mailboxes) else self.mailbox
+            endpoint = Endpoint(part.agreement, self.kit.me, link, mailbox, Receipt({}), nonce=self.entropy.bytes)
+            endpoint.abort(e)
+            endpoint.close()
 
     def _meet(self) -> None:
         pipeline.check_steps(self.kit.study)
         for note in workflows.warnings_of(self.kit.study):
             log.warning(note)
+        self._met = True
         self.link.start()
         if missing := self.link.meet():
             log.warning("%s did not come", ", ".join(missing))
@@ -159,6 +182,7 @@ class Turn:
         log.info("run %s of study %r begins: %s%s, %s", self.run[:8], part.name, what, part.workflow, part.mode)
 
         def cells() -> AnnData | None:
+            self._seated = True
             if done:
                 self._save(done[-1], folder)  # whole, whatever becomes of this step
                 if (adata := done[-1].outcomes[kit.me].adata) is not None:
@@ -178,6 +202,7 @@ class Turn:
         def keep(receipt: Receipt) -> None:
             run.receipts[kit.me] = receipt
 
+        self._seated = False  # until the receipt's journal is there
         folders = {one.study.label: step_folder(folder, one.study) for one in done}
         return take_part(
             part,

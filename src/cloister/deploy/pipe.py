@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 REQUEST, ANSWER = 1, 2  # from party to party
 NOBODY = 3  # an answer: the party is there, the run is not; with `ENDED`, no longer
@@ -24,10 +25,15 @@ PLAN = 5  # service → carrier, once: what to be
 ADDRESSES = 6  # service → carrier: where the coordinator is now
 READY, CONNECTED, GONE, LOG = 7, 8, 9, 10  # carrier → service
 STOP, HEARD = 11, 12  # service → a run's process: end; that party does not come, and why
+TWICE = 13  # carrier → service: a party connects while it is connected, from where
+OUTCOME = 14  # a run's process → service: how it ended, as JSON
 HALT = b"this party halted the run"  # what a STOP says when the party's owner wants it
-KINDS = range(REQUEST, HEARD + 1)
+KINDS = range(REQUEST, OUTCOME + 1)
 
-SERVICE = bytes(16)  # the run of what services say to each other
+TRAVELS = (REQUEST, ANSWER, NOBODY, ABSENT)  # between parties
+
+RUN = 16  # bytes of a run's id
+SERVICE = bytes(RUN)  # the run of what services say to each other
 HEAD = struct.Struct(">IBQ16sB")
 MOST = 1 << 20  # bytes of a packet's data; a batch of `cloister.deploy.link` has half of that
 ROOM = 1 << 26  # bytes that may wait for the other end
@@ -177,3 +183,16 @@ class Asker:
             if came is not None and to == packet.name and not box:
                 box.append(packet)
                 came.set()
+
+
+def well_formed(headers: Any, payload: Any) -> bool:
+    """Whether this is a message at all; a peer may have sent anything."""
+    if not isinstance(headers, dict) or headers.keys() != {"k", "f", "t", "n"}:
+        return False
+    if not isinstance(payload, bytes | bytearray) or not RUN <= len(payload) <= RUN + MOST:
+        return False
+    if type(headers["k"]) is not int or headers["k"] not in TRAVELS:
+        return False
+    if type(headers["n"]) is not int or not 0 <= headers["n"] < 1 << 64:
+        return False
+    return type(headers["f"]) is str and type(headers["t"]) is str

@@ -18,6 +18,9 @@ from cloister.errors import DataError, MissingExtra, ParameterError, UsageError
 def check_ready(kit: Kit) -> None:
     """Raise unless a service can be started from this kit on this machine."""
     policy = kit.policy()
+    if policy.carrier is not None:
+        carrier_socket(policy.carrier).close()  # what carries the frames has certificates and ports of its own
+        return
     check_certificate(kit)
     if not kit.study.network.get("host") or not kit.study.network.get("port"):
         raise ParameterError("study.toml: [network] must name host and port of the coordinator")
@@ -85,8 +88,16 @@ def check_certificate(kit: Kit) -> None:
 
 
 def check_port(kit: Kit) -> None:
-    port = kit.study.network["port"]
+    if kit.policy().carrier is not None:
+        return
+    at, port = kit.policy().listen, int(kit.study.network["port"])
+    port = port if at is None else at[1]
     try:
-        sandbox.open_listener(str(kit.study.network["host"]), port).close()
+        sandbox.open_listener(str(kit.study.network["host"]), port, at).close()
+    except PermissionError:
+        raise UsageError(
+            f"port {port} cannot be opened: ports below 1024 need a privilege; listen at another one behind a TLS"
+            ' pass-through, with listen = "0.0.0.0:8002" in local/site.toml (docs/deploy.md)'
+        ) from None
     except OSError as e:
         raise UsageError(f"port {port} cannot be opened ({e.strerror}); is another coordinator running?") from None

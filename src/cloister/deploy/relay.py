@@ -23,6 +23,7 @@ from typing import Any
 from nvflare.fuel.f3.cellnet.identity import CellIdentityResolver
 from nvflare.fuel.f3.communicator import Communicator
 from nvflare.fuel.f3.connection import Connection
+from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.endpoint import Endpoint, EndpointMonitor, EndpointState
 from nvflare.fuel.f3.message import Message, MessageReceiver
 from nvflare.fuel.utils.constants import Mode
@@ -31,21 +32,20 @@ from cloister.deploy.driver import TlsDriver
 from cloister.deploy.pipe import (
     ABSENT,
     ADDRESSES,
-    ANSWER,
     CONNECTED,
     GONE,
-    MOST,
-    NOBODY,
     READY,
     REQUEST,
+    RUN,
+    TRAVELS,
+    TWICE,
     BrokenPipe,
     Packet,
     Pipe,
+    well_formed,
 )
 
 APP = 1  # whom FLARE hands a message to: there is one receiver
-RUN = 16  # bytes of a run's id
-TRAVELS = (REQUEST, ANSWER, NOBODY, ABSENT)
 WORKERS = 100  # threads that take in what came
 QUEUE = 64  # messages that may wait for one site's line
 
@@ -89,7 +89,9 @@ class Relay(MessageReceiver, EndpointMonitor):
         host = plan["host"]
         names = {p: p for p in self._parties - {self._me}} if listener else {self._hub: host[:64]}
         self._driver = TlsDriver(plan["tls"], names.values(), tell)
-        self._driver.listener, self._driver.host = listener, host
+        self._driver.listener, self._driver.host, self._driver.port = listener, host, plan["port"]
+        self._driver.proxy = plan.get("proxy")
+        self._driver.on_twice = self._report_twice
         self._driver.addresses = [(a, p) for a, p in plan["addresses"]]
         self._lines = {p: queue.Queue[tuple[dict[str, Any], bytes]](QUEUE) for p in names}
         for party in names:
@@ -165,17 +167,9 @@ class Relay(MessageReceiver, EndpointMonitor):
         self._pipe.post(Packet(headers["k"], headers["f"], headers["n"], payload[:RUN], payload[RUN:]))
 
     def state_change(self, endpoint: Endpoint) -> None:
-        self._pipe.post(Packet(CONNECTED if endpoint.state == EndpointState.READY else GONE, endpoint.name))
+        kind = CONNECTED if endpoint.state == EndpointState.READY else GONE
+        address = str((endpoint.conn_props or {}).get(DriverParams.PEER_ADDR.value, ""))
+        self._pipe.post(Packet(kind, endpoint.name, data=address.encode()))
 
-
-def well_formed(headers: Any, payload: Any) -> bool:
-    """Whether this is a message at all; a peer may have sent anything."""
-    if not isinstance(headers, dict) or headers.keys() != {"k", "f", "t", "n"}:
-        return False
-    if not isinstance(payload, bytes | bytearray) or not RUN <= len(payload) <= RUN + MOST:
-        return False
-    if type(headers["k"]) is not int or headers["k"] not in TRAVELS:
-        return False
-    if type(headers["n"]) is not int or not 0 <= headers["n"] < 1 << 64:
-        return False
-    return type(headers["f"]) is str and type(headers["t"]) is str
+    def _report_twice(self, party: str, old: str, new: str) -> None:
+        self._pipe.post(Packet(TWICE, party, data=f"{old} and {new}".encode()))

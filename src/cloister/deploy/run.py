@@ -8,6 +8,7 @@ other parties' processes; who carries them can delay or drop them. When the serv
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -17,13 +18,13 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from cloister import errors
 from cloister.deploy import link
 from cloister.deploy.invitation import DONE, read_word, say_word
-from cloister.deploy.kit import RUNS, Kit
+from cloister.deploy.kit import Kit
 from cloister.deploy.link import PING, REFUSED, TAKEN, WINDOW, Absent, Over, Unreachable
 from cloister.deploy.logs import log_beside
 from cloister.deploy.party import Ended, Turn, lost
@@ -33,7 +34,9 @@ from cloister.deploy.pipe import (
     ENDED,
     HALT,
     HEARD,
+    MOST,
     NOBODY,
+    OUTCOME,
     REQUEST,
     STOP,
     Asker,
@@ -205,26 +208,35 @@ def failure_of(party: Party, word: str) -> Failure:
     return told_by(party, protocol, line, code, origin, began)
 
 
+def _report(pipe: Pipe, run: bytes, ended: Ended) -> None:
+    """Hand the ending to the service, by the pipe and not by a file, because the disk may be the reason."""
+    data = json.dumps(asdict(ended), default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)).encode()
+    if len(data) > MOST:  # results are in its folder
+        data = json.dumps(asdict(replace(ended, result={})), default=str).encode()
+    pipe.post(Packet(OUTCOME, run=run, data=data))
+
+
 def main() -> None:
     path, run, fd = Path(sys.argv[1]), bytes.fromhex(sys.argv[2]), int(sys.argv[3])
     pipe = Pipe(socket.socket(fileno=fd))
     os.umask(0o077)
     log_beside(path)
-    file = path / RUNS / f"{run.hex()}.json"
     try:
         me = Attendee(Kit.open(path), run, pipe)
     except CloisterError as e:  # the kit itself is broken
         log.error("run %s: %s", run.hex()[:8], e)
-        lost("", run.hex(), str(e)).save(file)
+        _report(pipe, run, lost("", run.hex(), str(e)))
+        pipe.flush(2.0)
         return
     threading.Thread(target=me.read, name="read", daemon=True).start()
     ended = me.turn.take()
     if me.kit.role == "coordinator":
         dropped = me.turn.mailbox.dropped
         me.see_off()
-        me.conclude(ended, dropped).save(file)
+        ended = me.conclude(ended, dropped)
     else:
         me.tell(ended)
+    _report(pipe, run, ended)
     pipe.flush(2.0)
     os._exit(0)
 

@@ -42,7 +42,7 @@ import struct
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -409,8 +409,13 @@ def why_not(least: str = FULL, *, listen: bool = False) -> str | None:
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
-def open_listener(host: str, port: int) -> socket.socket:
-    """The coordinator's one listening socket; a loopback name: there only."""
+def open_listener(host: str, port: int, at: Sequence[Any] | None = None) -> socket.socket:
+    """The coordinator's one listening socket; a loopback name: there only. `at`: at this very address instead."""
+    if at is not None:
+        host, port = at
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128
+        )
     loopback = host == "localhost" or host.startswith("127.")
     if loopback or not socket.has_dualstack_ipv6():
         return socket.create_server(("127.0.0.1" if loopback else "", port), backlog=128)
@@ -437,7 +442,7 @@ def main() -> None:
         plan = json.loads(packet.data)
         if folder := os.environ.get("CREDENTIALS_DIRECTORY"):  # of systemd: this process may not even see the kit
             plan["tls"] = {what: os.path.join(folder, what) for what in plan["tls"]}
-        listener = open_listener(plan["host"], plan["port"]) if plan["listen"] else None
+        listener = open_listener(plan["host"], plan["port"], plan.get("at")) if plan["listen"] else None
         own = [program] if program.endswith(".py") else []
         if plan["sandbox"] == "none":  # for tests: what the sandbox keeps out
             limit()

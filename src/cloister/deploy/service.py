@@ -11,6 +11,7 @@ carrier that ends, or says what is no packet, is replaced; runs that it carried 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -30,7 +31,8 @@ from cloister.deploy.invitation import COME, Invitation, Seen, say_word
 from cloister.deploy.kit import Kit
 from cloister.deploy.launch import find_addresses, open_carrier
 from cloister.deploy.logs import clean
-from cloister.deploy.party import failed, results_folder
+from cloister.deploy.notify import Notifier
+from cloister.deploy.party import Ended, failed, results_folder
 from cloister.deploy.pipe import (
     ABSENT,
     ADDRESSES,
@@ -41,18 +43,21 @@ from cloister.deploy.pipe import (
     HALT,
     LOG,
     NOBODY,
+    OUTCOME,
     PLAN,
     READY,
     REQUEST,
     SERVICE,
     STOP,
+    TWICE,
     Asker,
     BrokenPipe,
     Packet,
     Pipe,
 )
+from cloister.deploy.proxy import Proxy
 from cloister.deploy.ready import tls_files
-from cloister.errors import CloisterError, ProtocolAbort
+from cloister.errors import CloisterError, DiskError, ProtocolAbort
 from cloister.study import Party
 
 PING, INVITE = b"P", b"I"  # what services ask each other
@@ -62,7 +67,13 @@ REMEMBERED = 64  # runs that ended here, of which others are told so
 REFUSALS = 20  # runs that did not begin, whose outcome is kept
 LINES = 100  # lines of a carrier that are logged in a minute
 RESTART, RESTART_MOST = 1.0, 30.0  # seconds before a carrier that ended is replaced
+STUDIES = 30.0  # seconds between two looks at the study in the kit
 RESOLVE = 20.0  # seconds after which a coordinator that is not reached is looked up again
+
+TWICE_TEXT = (
+    "%s is connected twice, from %s: two services use its kit; ask that party to stop one of them."
+    " If it runs only one, somebody else has its kit: stop the study and agree on new keys"
+)
 
 log = logging.getLogger("cloister.deploy")
 
@@ -75,6 +86,7 @@ class Running:
     process: subprocess.Popen[bytes]
     pipe: Pipe
     over: threading.Event = field(default_factory=threading.Event)
+    ended: Ended | None = None  # how it ended, once its process has said so
 
 
 class Service:
@@ -82,10 +94,15 @@ class Service:
 
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
-        self.connected: set[str] = set()
+        self.connected: dict[str, str] = {}  # party → the address that it connects from, "" if not known
+        self.twice: dict[str, tuple[float, str]] = {}  # party → when it was last connected twice, and from where
         self._carrier: tuple[subprocess.Popen[bytes] | None, Pipe] | None = None
         self._asker: Asker | None = None
         self.runs: dict[bytes, Running] = {}
+        self.since, self.confined = time.time(), ""
+        self._stale: dict[bytes, Ended] = {}  # runs whose invitation came too late, or too early
+        self._notifier, self._told = Notifier(), set[str]()
+        self.last: Ended | None = None  # how the latest run ended here, even if no disk could keep it
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED)
         self._lock, self.ending = threading.Lock(), threading.Event()
         self._doors = ThreadPoolExecutor(2, "door")  # invitations are looked at here, a few at a time
@@ -94,6 +111,30 @@ class Service:
 
     def start(self) -> None:
         threading.Thread(target=self._keep_carrier, name="carrier", daemon=True).start()
+        if self.kit.role != "coordinator":
+            threading.Thread(target=self._watch_studies, name="studies", daemon=True).start()
+
+    def _watch_studies(self) -> None:
+        """Notify once of every study file in the kit that waits for a decision, after a restart once more."""
+        while True:
+            try:
+                kit = Kit.open(self.kit.path)
+                if kit.decision == "waits" and kit.study.digest.hex() not in self._told:
+                    self._told.add(kit.study.digest.hex())
+                    self.notify("waiting", f"the study '{kit.study.name}' waits for a decision of {kit.me}", kit)
+            except (CloisterError, OSError):
+                pass  # whoever starts a run is told what is wrong with the kit
+            if self.ending.wait(STUDIES):
+                return
+
+    def notify(self, event: str, text: str, kit: Kit | None = None) -> None:
+        """Send a notification to this party's own hook, if it has one."""
+        kit = kit or self.kit
+        facts = {"event": event, "party": str(kit.me), "study": kit.study.name, "digest": kit.study.digest.hex()}
+        try:
+            self._notifier.post(kit.policy().notify, {**facts, "text": text})
+        except CloisterError as e:
+            log.warning("no notification can be sent: %s", e)
 
     def stop(self) -> None:
         """End runs and carrier."""
@@ -152,7 +193,7 @@ class Service:
         pipe.post(Packet(PLAN, data=json.dumps(self._plan(kit)).encode()))
         with self._lock:
             self._carrier, self._asker = (process, pipe), Asker(pipe, SERVICE)
-        if kit.role != "coordinator":
+        if kit.role != "coordinator" and kit.policy().carrier is None:
             threading.Thread(target=self._keep_address, args=(pipe,), name="address", daemon=True).start()
         try:
             while True:
@@ -164,14 +205,18 @@ class Service:
             with self._lock:
                 self._carrier = None
             self.connected.clear()
+            self.confined = ""
             pipe.close()
             if process is not None and not self.ending.is_set():
                 process.kill()
                 process.wait()
 
     def _plan(self, kit: Kit) -> dict[str, Any]:
+        hub, policy = kit.role == "coordinator", kit.policy()
+        if policy.carrier is not None:  # it is another program's user: no path, no proxy's password
+            return {"me": kit.me, "hub": kit.study.coordinator, "parties": [*kit.study.parties]}
         host, port = str(kit.study.network["host"]), int(kit.study.network["port"])
-        hub = kit.role == "coordinator"
+        proxy = policy.proxy
         return {
             "me": kit.me,
             "hub": kit.study.coordinator,
@@ -179,16 +224,19 @@ class Service:
             "host": host,
             "port": port,
             "listen": hub,
-            "addresses": [] if hub else find_addresses(host, port),
+            "at": policy.listen,
+            "addresses": [] if hub else _way_out(kit, proxy),
+            "connect": port if proxy is None else proxy.port,
+            "proxy": None if proxy is None else proxy.authorization,
             "tls": tls_files(kit),
-            "sandbox": kit.policy().sandbox,
+            "sandbox": policy.sandbox,
         }
 
     def _keep_address(self, pipe: Pipe) -> None:
         """While the coordinator is not reached, look its name up again: the carrier cannot."""
-        host, port = str(self.kit.study.network["host"]), int(self.kit.study.network["port"])
+        proxy = self.kit.policy().proxy
         while not self.ending.wait(RESOLVE):
-            addresses = [] if self.connected else find_addresses(host, port)
+            addresses = [] if self.connected else _way_out(self.kit, proxy)
             if addresses and not pipe.post(Packet(ADDRESSES, data=json.dumps(addresses).encode())):
                 return  # another carrier has its own
 
@@ -197,12 +245,16 @@ class Service:
             self._log_line(packet.data)
         elif packet.kind == READY:
             log.info("the carrier is confined and ready")
-            if packet.data:
-                log.warning("a lower level of confinement: %s", clean(packet.data.decode(errors="replace"), 500))
+            note = clean(packet.data.decode(errors="replace"), 500)
+            self.confined = note or "confined: no file of this party, one port"
+            if note:
+                log.warning("a lower level of confinement: %s", note)
         elif packet.name not in self.kit.study.parties or packet.name == self.kit.me:
             return
         elif packet.kind in (CONNECTED, GONE):
             self._connection(packet)
+        elif packet.kind == TWICE:
+            self._note_twice(packet)
         elif packet.run != SERVICE:
             with self._lock:
                 running = self.runs.get(packet.run)
@@ -222,11 +274,22 @@ class Service:
     def _connection(self, packet: Packet) -> None:
         hub = self.kit.role == "coordinator"
         if packet.kind == CONNECTED:
-            self.connected.add(packet.name)
-            log.info(f"{packet.name} is connected" if hub else "connected to the coordinator")
+            address = clean(packet.data.decode(errors="replace"), 60)
+            self.connected[packet.name] = address
+            at = f", {'from' if hub else 'at'} {address}" if address else ""
+            log.info(f"{packet.name} is connected{at}" if hub else f"connected to the coordinator{at}")
         elif packet.name in self.connected:
-            self.connected.discard(packet.name)
+            del self.connected[packet.name]
             log.info(f"{packet.name} is no longer connected" if hub else "the connection to the coordinator ended")
+
+    def _note_twice(self, packet: Packet) -> None:
+        """Two services connect in one party's name: its kit was copied, or somebody else has it."""
+        where, now = clean(packet.data.decode(errors="replace"), 130), time.time()
+        before, _ = self.twice.get(packet.name, (0.0, ""))
+        self.twice[packet.name] = now, where
+        if now - before > 60.0:
+            log.warning(TWICE_TEXT, packet.name, where)
+            self.notify("twice", TWICE_TEXT % (packet.name, where))
 
     def _log_line(self, data: bytes) -> None:
         since, lines = self._lines
@@ -256,6 +319,9 @@ class Service:
             while True:
                 packet = running.pipe.read()
                 carrier = self._carrier
+                if packet.kind == OUTCOME:
+                    with contextlib.suppress(ValueError, TypeError):
+                        running.ended = self.last = Ended(**json.loads(packet.data))
                 if packet.kind not in (REQUEST, ANSWER):
                     continue
                 if carrier is not None:
@@ -270,6 +336,9 @@ class Service:
             running.process.kill()
             running.process.wait()
         recover(self.kit, running.run.hex())
+        if (ended := running.ended) is None or ended.status != "done":
+            why = "its process ended" if ended is None else str(ended.error.get("text", ended.status))
+            self.notify("failed", f"run {running.run.hex()[:8]}: {why}")
         with self._lock:
             self.runs.pop(running.run, None)
             self._ended.append(running.run)
@@ -311,7 +380,14 @@ class Service:
             Seen(kit.path / "local" / "invitations.json").admit(run, now)
         except ProtocolAbort as e:
             log.warning("an invitation was refused: %s", e)
+            if e.code == "stale" and self._stale.get(run) is None:  # the coordinator signed it: its people wait for it
+                self._stale[run] = self._keep_refusal(kit, run, e)
+                while len(self._stale) > REMEMBERED:
+                    del self._stale[next(iter(self._stale))]
             return run, f"refused {e.protocol} {e.line} {e.code}"
+        except OSError as e:
+            full = DiskError(f"{kit.path} cannot be written ({e.strerror or type(e).__name__})")
+            return run, self._keep_refusal(kit, run, full).word
         try:
             if invitation.study != kit.study.digest:
                 raise ProtocolAbort(
@@ -328,13 +404,18 @@ class Service:
             if self.ending.is_set():
                 raise Refusal(f"the service of '{kit.me}' stops")
         except CloisterError as e:
-            ended = failed(kit, run.hex(), e, results_folder(kit, run.hex()))
-            ended.keep()
-            forget_refusals(Path(ended.folder).parent)
-            log.warning("run %s: %s", run.hex()[:8], e)
-            return run, ended.word
+            return run, self._keep_refusal(kit, run, e).word
         self.begin(run)
         return run, COME
+
+    def _keep_refusal(self, kit: Kit, run: bytes, e: CloisterError) -> Ended:
+        ended = failed(kit, run.hex(), e, results_folder(kit, run.hex()))
+        self.last = ended
+        ended.keep()
+        with contextlib.suppress(OSError):
+            forget_refusals(Path(ended.folder).parent)
+        log.warning("run %s: %s; next: %s", run.hex()[:8], e, ended.error["next"])
+        return ended
 
     def ask(self, to: Party, request: bytes, seconds: float) -> bytes | None:
         """Ask another party's service; None if it is not reached."""
@@ -346,6 +427,13 @@ class Service:
         except TimeoutError:
             return None
         return packet.data if packet.kind == ANSWER else None
+
+
+def _way_out(kit: Kit, proxy: Proxy | None) -> list[tuple[str, int]]:
+    """The addresses that the carrier connects to: the coordinator's, or those of the proxy on the way to it."""
+    if proxy is not None:
+        return find_addresses(proxy.host, proxy.port)
+    return find_addresses(str(kit.study.network["host"]), int(kit.study.network["port"]))
 
 
 def forget_refusals(results: Path, most: int = REFUSALS) -> None:

@@ -56,6 +56,17 @@ def start_party(
     os._exit(0)
 
 
+def wait_for_stop() -> None:
+    """Wait for SIGTERM or Ctrl-C; must be called in the main thread."""
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _on_signal)
+        while True:
+            signal.pause()
+    except _Stop:
+        return
+
+
 def _on_signal(*_: object) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

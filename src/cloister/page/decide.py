@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -10,9 +12,10 @@ from collections.abc import Mapping
 
 from cloister.deploy.approval.approval import check_name
 from cloister.deploy.approval.halting import halt
+from cloister.deploy.approval.history import VIA
 from cloister.deploy.kit import Kit
-from cloister.deploy.service import Service
 from cloister.errors import CloisterError, ParameterError, UsageError
+from cloister.page.state import Place
 
 log = logging.getLogger("cloister.deploy")
 
@@ -20,8 +23,8 @@ log = logging.getLogger("cloister.deploy")
 class Decisions:
     """What the owner of a kit may decide. Each returns a word for what was done, or raises and did nothing."""
 
-    def __init__(self, service: Service) -> None:
-        self._service, self._one = service, threading.Lock()
+    def __init__(self, place: Place) -> None:
+        self._place, self._one = place, threading.Lock()
 
     def approve(self, fields: Mapping[str, str]) -> str:
         """Approve in a process of its own, so that no cell comes into the service's."""
@@ -31,7 +34,14 @@ class Decisions:
         self._alone()
         try:
             command = [sys.executable, "-m", "cloister.cli.main", "site", str(kit.path), "--approve", f"--by={by}"]
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command,
+                env={**os.environ, VIA: "page"},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         finally:
             self._one.release()
         if done.returncode:
@@ -56,15 +66,15 @@ class Decisions:
         except ParameterError:
             by = ""
         try:
-            halt(self._service.kit.path, by)
+            halt(self._place.path, by, via="page")
         except CloisterError as e:
-            stopped = self._service.halt()
+            stopped = self._place.end_runs()
             raise ParameterError(f"{stopped} run(s) stopped, but the approval could not be withdrawn: {e}") from None
         return "halted"
 
     def _asked(self, fields: Mapping[str, str]) -> tuple[Kit, str]:
         """The kit, if its study is the one that was read, and who decides."""
-        kit = Kit.open(self._service.kit.path)
+        kit = dataclasses.replace(Kit.open(self._place.path), via="page")
         if kit.role == "coordinator":
             raise UsageError(f"{kit.me} is the coordinator; the other parties decide on its studies")
         if fields.get("study") != kit.study.digest.hex():

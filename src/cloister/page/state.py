@@ -8,18 +8,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cloister import governance
 from cloister.deploy.approval.approval import Approval
+from cloister.deploy.approval.history import History
+from cloister.deploy.control_socket import give_order, status_of
 from cloister.deploy.kit import Kit, Policy
-from cloister.deploy.logs import standing_of
 from cloister.deploy.party import Ended
 from cloister.deploy.service import Service
+from cloister.deploy.status import Status, of_service
 from cloister.errors import CloisterError
+from cloister.page.count import Counter
 from cloister.rehearsal.progress import Standing
 
 NAME = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")  # a run's folder: when it began, and its id
@@ -78,6 +81,13 @@ class State:
     past: list[Past]  # the latest first
     left: list[Left]
     trouble: str = ""  # why something of this could not be read
+    base: str = ""  # what its addresses begin with, on a page of several studies
+    serving: bool = True  # whether its service runs
+    twice: Mapping[str, tuple[float, str]] = field(default_factory=dict)  # parties that connected twice
+    terms: Mapping[str, Any] = field(default_factory=dict)  # on what terms this party takes part now
+    unseen: list[str] = field(default_factory=list)  # consents that came with the kit
+    cells: str = ""  # how many there are in the file, where nobody has approved them
+    history: History = field(default_factory=lambda: History([], whole=True))
 
     @property
     def stage(self) -> Stage:
@@ -96,28 +106,67 @@ class State:
     def mark(self) -> str:
         """Changes when anything but the progress of a run does."""
         told = [self.kit.study.digest.hex(), sorted(self.running), self.stage, repr(self.approval), self.trouble]
-        told += [[run.name for run in self.past], repr(self.left), self.connected]
+        told += [[run.name for run in self.past], repr(self.left), self.connected, [*self.twice], str(self.serving)]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
-def running(service: Service) -> dict[str, Standing | None]:
+@dataclass(frozen=True)
+class Place:
+    """A kit on the page: with its service in this process, or in one of its own."""
+
+    path: Path
+    service: Service | None = None
+    counter: Counter = field(default_factory=Counter)
+
+    def status(self) -> Status:
+        return of_service(self.service) if self.service is not None else status_of(Kit.open(self.path))
+
+    def end_runs(self) -> int:
+        """Stop every run, whatever the kit looks like by now."""
+        if self.service is not None:
+            return self.service.halt()
+        return int(json.loads(give_order(Kit.open(self.path), b"halt\n"))["halted"])
+
+
+def running(place: Place | Service) -> dict[str, Standing | None]:
     """The runs that go on here, and where each stands."""
-    return {run.hex(): standing_of(service.kit, run.hex()) for run in [*service.runs]}
+    return dict(place.status().runs if isinstance(place, Place) else of_service(place).runs)
 
 
-def snapshot(service: Service) -> State:
+def snapshot(place: Place, base: str = "") -> State:
     """Everything at once. Raises `CloisterError` if the kit itself cannot be opened."""
-    kit = Kit.open(service.kit.path)
-    now, connected, approval, left, trouble = running(service), sorted(service.connected), None, list[Left](), ""
-    out = kit.path / "results"
+    kit, now = Kit.open(place.path), place.status()
+    approval, left, trouble, terms, unseen, cells = None, list[Left](), "", dict[str, Any](), list[str](), ""
+    out, decisions = kit.path / "results", History([], whole=True)
     try:
         policy = kit.policy()
         out = policy.out
-        approval = kit.approvals.entry(kit.study) if kit.role != "coordinator" else None
-        left = [*_left(kit, policy, approval)] if kit.role != "coordinator" else []
+        if kit.role != "coordinator":
+            decisions = kit.approvals.history
+            terms = kit.terms(policy)
+            approval = kit.approvals.entry(kit.study)
+            unseen = kit.unseen_consents(policy)
+            left = [*_left(kit, policy, approval)]
+            if policy.data is not None and (approval is None or approval.data is None):
+                cells = place.counter.words(kit.path, policy.data)
     except CloisterError as e:
         trouble = str(e)
-    return State(kit, now, connected, approval, [*past_runs(out)], left, trouble)
+    return State(
+        kit,
+        dict(now.runs),
+        sorted(now.connected),
+        approval,
+        [*past_runs(out)],
+        left,
+        trouble,
+        base,
+        now.running,
+        now.twice,
+        terms,
+        unseen,
+        cells,
+        decisions,
+    )
 
 
 def _left(kit: Kit, policy: Policy, approval: Approval | None) -> Iterator[Left]:

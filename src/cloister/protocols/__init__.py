@@ -5,7 +5,7 @@ A protocol is called by its module's name, or by the `PROTOCOL` that it declares
 in which.
 
     mpc/sums/                     sums over sites
-      secure_sum            [BIK+17] fig. 4                              h s p plain
+      secure_sum            [BIK+17] fig. 4                              s p
       checked_sum           [BIK+17], [CW81] affine tags                h s p plain
       same_view             ours                                         h p plain s
       common_seed           [MA24] algorithm 1, without its server       h s p plain
@@ -21,6 +21,7 @@ in which.
       collective_rotation   [MTBH21] section 4.3                         h p
       collective_refresh    [MTBH21] protocol 4; [SAV22] note 4          h p
       collective_range      ours; [BDLN16] random combinations           h
+      equal_copies          ours; [Bal86] cube slicing                   h
       threshold_decrypt     [MTBH21] section 4.4; [LM21]                 h p
       key_switch            [MTBH21] protocol 3                          h
       collective_audit      ours                                         h p

@@ -17,6 +17,21 @@ from cloister.report.parts import size
 from cloister.study import Party
 from cloister.workflows.modes import leading
 
+TASKS = {  # what a workflow does, while it does it
+    "bin-values": "binning values",
+    "find-outliers": "finding outliers",
+    "shared-pca": "computing shared components",
+    "integrate": "integrating cells",
+    "compare-groups": "comparing groups",
+    "train-classifier": "training the classifier",
+    "map-labels": "labelling cells",
+    "propagate-labels": "propagating labels",
+    "fine-tune": "fine-tuning the model",
+    "train-cellcnn": "training on encrypted data",
+    "predict-cellcnn": "predicting on encrypted data",
+    "adapt-model": "adapting the model",
+    "serve-model": "answering encrypted queries",
+}
 STAGES = ("reading", "writing", "report")  # what happens on this machine alone; the rest is protocols
 
 
@@ -31,6 +46,28 @@ class Standing:
     rounds: int = 0
     sent: int = 0
     left: float | None = None  # seconds, about
+    step: str = ""  # "step 2 of 3 (integrate)", where a study has several
+    task: str = ""  # what is being done, for people: "integrating cells"
+    about: int = 0  # rounds of the latest finished run of the same study; 0: there was none
+
+    @property
+    def words(self) -> str:
+        """How far it is, for people: "step 2 of 3, integrating cells, round 124 of about 146". No guess at the time."""
+        if self.doing.partition(" ")[0] in STAGES:
+            return ", ".join(x for x in (self.step, self.doing, self.count) if x)
+        rounds = f"round {self.rounds}" if self.rounds else ""
+        if rounds and self.about >= self.rounds:
+            rounds += f" of about {self.about}"
+        if not self.about and self.unit == "step" and self.of:
+            rounds = ", ".join(x for x in (rounds, f"iteration {self.done} of {self.of}") if x)
+        return ", ".join(x for x in (self.step, self.task or self.doing, rounds) if x)
+
+    @property
+    def fraction(self) -> tuple[int, int] | None:
+        """For a bar: what is done of how much; None where that is not known."""
+        if self.doing.partition(" ")[0] in STAGES or not self.about:
+            return (min(self.done, self.of), self.of) if self.of and self.unit != "line" else None
+        return (self.rounds, self.about) if self.rounds <= self.about else None
 
     @property
     def count(self) -> str:
@@ -46,9 +83,8 @@ class Standing:
         return f"about {self.left:.0f} s left" if self.left < 120 else f"about {self.left / 60:.0f} min left"
 
     def __str__(self) -> str:
-        rounds = f"{self.rounds} rounds" if self.rounds else ""
         sent = f"{size(self.sent)} sent" if self.sent else ""
-        return ", ".join(x for x in (self.doing, self.count, rounds, sent, self.time_left) if x)
+        return ", ".join(x for x in (self.words, sent, self.doing if self.task else "") if x)
 
 
 def passes_of(party: str, on_event: Callable[[Event], None] | None) -> Listener | None:

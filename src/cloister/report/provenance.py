@@ -12,6 +12,13 @@ from cloister.report.parts import Html, facts, join, tag
 from cloister.workflows.modes import LEAVES
 
 Row = tuple[str, str]
+BUDGET = {  # key of [budget] → what people read before the number
+    "runs": "runs",
+    "queries": "workflows computed",
+    "query_cells": "cells labelled for one querier",
+    "epsilon": "ε",
+    "delta": "δ",
+}
 
 
 def signed_rows(header: Mapping[str, Any]) -> list[Row]:
@@ -60,7 +67,8 @@ def terms_rows(terms: Mapping[str, Any]) -> list[Row]:
     if floors := terms.get("floors"):
         rows.append(("Minimum group", " and ".join(f"{least} {words.get(key, key)}" for key, least in floors.items())))
     if budget := terms.get("budget"):
-        rows.append(("Budget of these cells", ", ".join(f"{most:g} {key}" for key, most in budget.items())))
+        shown = (f"{BUDGET[key]} {most:g}" if key in BUDGET else f"{most:g} {key}" for key, most in budget.items())
+        rows.append(("Budget of these cells", ", ".join(shown)))
     if file := terms.get("file"):
         rows.append(("File", str(file)))
     return rows

@@ -2,7 +2,12 @@
 
 import dataclasses
 import json
+import os
+import re
+import shutil
 import stat
+import tempfile
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,9 +18,9 @@ from cloister.cells.files import read_cells, write_cells
 from cloister.cells.fingerprint import fingerprint
 from cloister.cli import doctor
 from cloister.cli.main import app
-from cloister.deploy.approval import own_cells
+from cloister.deploy.approval import approval, own_cells
 from cloister.deploy.approval.own_cells import check_approved_cells, open_cells
-from cloister.deploy.kit import Kit
+from cloister.deploy.kit import Kit, check_private
 from cloister.errors import DataError, ParameterError, RefusedError, UsageError
 from cloister.report.provenance import signed_rows, terms_rows
 from cloister.study import Study, format_study
@@ -253,3 +258,65 @@ def test_the_space_of_an_embedding_belongs_to_what_was_approved(basel):
     one = fingerprint(adata, ["obsm['X_pca']"])
     adata.uns["X_pca"] = {"space": "two"}
     assert one.difference(fingerprint(adata, ["obsm['X_pca']"])) == "other labels, columns, layers or embeddings"
+
+
+# ---- what comes with a kit -------------------------------------------------------------------------------------------
+
+
+def test_an_approval_that_came_with_the_kit_is_none_and_hides_no_consent(tmp_path, monkeypatch):
+    """Whoever delivers a kit can write any file in it, but does not know this machine's id."""
+    parties = {"hub": "coordinator", "basel": "site", "lugano": "site", "helper": "auxiliary"}
+    network = {"host": "localhost", "port": 8002}
+    kits = provision(Study("s", "bin-values", parties, network=network), tmp_path / "kits")
+    kit = Kit.open(kits["helper"])
+    ident = tmp_path / "machine-id"
+    monkeypatch.setattr(approval, "MACHINE", ident)
+    ident.write_text("of who delivers\n")
+    text = kit.policy_file.read_text().replace("consent = []", 'consent = ["open-model"]')
+    kit.policy_file.write_text(text)
+    kit.approve("Dr. A. Muster")
+    kit.check_approved(kit.policy())
+    ident.write_text("of the hospital\n")
+    with pytest.raises(RefusedError, match="was not recorded on this machine"):
+        kit.check_approved(kit.policy())
+    assert kit.unseen_consents(kit.policy()) == ["open-model"]
+    file = kit.approvals.path
+    file.write_text(re.sub(r'"machine": "\w+"', '"machine": ""', file.read_text()))  # as an earlier version
+    with pytest.raises(RefusedError, match="was not recorded on this machine"):
+        kit.check_approved(kit.policy())
+    kit.approve("Dr. A. Muster")
+    kit.check_approved(kit.policy())
+    assert kit.unseen_consents(kit.policy()) == []
+    ident.unlink()  # a container without an id: nothing to compare with
+    kit.check_approved(kit.policy())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_kit_of_another_user_is_refused():
+    folder = Path(tempfile.mkdtemp(prefix="cloister-owner-"))
+    folder.chmod(0o755)
+    network = {"host": "localhost", "port": 8002}
+    study = Study("s", "bin-values", {"hub": "coordinator", "basel": "site"}, network=network)
+    kit = provision(study, folder / "kits")["basel"]
+    (folder / "kits").chmod(0o755)
+    for path in (kit, *kit.rglob("*")):
+        os.chown(path, 61201, 61201)
+
+    def checked() -> str:
+        os.seteuid(61201)
+        try:
+            check_private(kit)
+        except DataError as e:
+            return str(e)
+        finally:
+            os.seteuid(0)
+        return ""
+
+    try:
+        assert checked() == ""
+        os.chown(kit / "study.toml", 61202, 61202)
+        assert "study.toml belongs to user 61202, who could change it" in checked()
+        os.chown(kit / "study.toml", 0, 0)
+        assert checked() == ""
+    finally:
+        shutil.rmtree(folder)

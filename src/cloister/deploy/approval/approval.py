@@ -4,14 +4,16 @@
                "data": {"cells": 430, "donors": 12, "genes": 1767, "matrix": "9f2c…", "read": "77aa…"},
                "terms": {"consent": [], "limits": {"study": 20}, "floors": {"min_cells": 10}, "file": "/srv/c.h5ad"}}}
 
-`local/site.toml` says what may run; this says on what. A run on other cells, of a study without an entry, or of one
-whose approval was withdrawn, is refused. The entry goes into the receipt of every run, which the site signs.
+`local/site.toml` says what may run; this says on what, and `decisions.jsonl` what was decided before. A run on other
+cells, of a study without an entry, or of one whose approval was withdrawn, is refused. The entry goes into the
+receipt of every run, which the site signs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import pwd
@@ -23,6 +25,8 @@ from typing import Any
 
 from cloister import files, governance
 from cloister.cells.fingerprint import Fingerprint
+from cloister.deploy.approval.history import FILE as LOG
+from cloister.deploy.approval.history import VIA, History, history, record
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError, UsageError
 from cloister.study import Study
 
@@ -50,7 +54,14 @@ class Approval:
     withdrawn: str = ""  # when, and by whom
     refused: bool = False  # whether that was all: it had not been allowed before
     small_change: bool = False  # whether the cells may differ from those of earlier runs in only a few
+    machine: str = ""  # where that was; an approval that came with a kit is not one of this machine
     terms: Mapping[str, Any] = field(default_factory=dict)  # consents, limits, thresholds and file as they were then
+
+    @property
+    def made_here(self) -> bool:
+        """Whether it was recorded on this machine, as far as that can be known."""
+        here = this_machine()
+        return not here or self.machine == here
 
     @property
     def record(self) -> dict[str, Any]:
@@ -67,6 +78,7 @@ class Approvals:
 
     path: Path
     me: str
+    via: str = ""  # how decisions come, for the history
 
     def entry(self, study: Study) -> Approval | None:
         return self._load().get(study.digest.hex())
@@ -85,6 +97,11 @@ class Approvals:
             did, more = ("refused", "") if found.refused else ("withdrew its approval of", " again")
             raise Refusal(
                 f"'{self.me}' {did} '{study.name}' on {found.withdrawn}; to allow it{more}: cloister site KIT --approve"
+            )
+        if not found.made_here:
+            raise Refusal(
+                f"the approval of '{study.name}' was not recorded on this machine: it came with the kit, with a backup"
+                " or from an earlier version; read the study, then: cloister site KIT --approve"
             )
         return found
 
@@ -112,8 +129,20 @@ class Approvals:
     ) -> Approval:
         """Keep that somebody approves the study now."""
         who, now = check_name(by), stamp_now()
-        entry = Approval(study.name, who, login(), now, data, cost, stamp, small_change=small_change, terms=terms or {})
+        entry = Approval(
+            study.name,
+            who,
+            login(),
+            now,
+            data,
+            cost,
+            stamp,
+            small_change=small_change,
+            machine=this_machine(),
+            terms=terms or {},
+        )
         self._save({**self._load(), study.digest.hex(): entry})
+        self._record("approved", study, who, now, data.words if data is not None else "")
         return entry
 
     def refuse(self, study: Study, by: str = "") -> Approval:
@@ -124,11 +153,13 @@ class Approvals:
             raise UsageError(f"'{study.name}' is approved; to stop it and take the approval back: cloister halt KIT")
         entry = Approval(study.name, who, login(), now, withdrawn=f"{now} by {who}", refused=True)
         self._save({**entries, study.digest.hex(): entry})
+        self._record("refused", study, who, now)
         return entry
 
     def known_consents(self) -> set[str]:
         """Consents that somebody here saw while approving a study."""
-        return {str(word) for entry in self._load().values() for word in entry.terms.get("consent", ())}
+        entries = [entry for entry in self._load().values() if entry.made_here]
+        return {str(word) for entry in entries for word in entry.terms.get("consent", ())}
 
     def withdraw(self, study: Study, by: str = "") -> Approval | None:
         """Mark the approval of the study as withdrawn now; None if there was none."""
@@ -136,9 +167,24 @@ class Approvals:
         entry = entries.get(study.digest.hex())
         if entry is None or entry.withdrawn:
             return None
-        gone = dataclasses.replace(entry, withdrawn=f"{stamp_now()} by {check_name(by)}")
+        who, now = check_name(by), stamp_now()
+        gone = dataclasses.replace(entry, withdrawn=f"{now} by {who}")
         self._save({**entries, study.digest.hex(): gone})
+        self._record("withdrawn", study, who, now)
         return gone
+
+    @property
+    def history(self) -> History:
+        """Every decision so far."""
+        return history(self.path.with_name(LOG))
+
+    def _record(self, what: str, study: Study, by: str, when: str, on: str = "") -> None:
+        how = self.via or os.environ.get(VIA, "command")
+        row = {"when": when, "what": what, "by": by, "user": login(), "how": how, "study": study.name}
+        try:
+            record(self.path.with_name(LOG), {**row, "digest": study.digest.hex(), "on": on})
+        except OSError as e:
+            raise DataError(f"{self.path.with_name(LOG)} cannot be written ({e.strerror})") from None
 
     def _save(self, entries: Mapping[str, Approval]) -> None:
         try:
@@ -160,11 +206,24 @@ class Approvals:
 def _read(raw: Mapping[str, Any]) -> Approval:
     data = Fingerprint.load(raw["data"]) if raw.get("data") is not None else None
     words = {key: str(raw[key]) for key in ("study", "by", "user", "when", "withdrawn")}
+    words["machine"] = str(raw.get("machine", ""))
     cost = {str(key): float(value) for key, value in raw["cost"].items()}
     refused, small_change = (raw.get(key, False) is True for key in ("refused", "small_change"))
     stamp = tuple(raw.get("stamp", ()))
     terms = dict(raw.get("terms", {}))
     return Approval(**words, data=data, cost=cost, stamp=stamp, refused=refused, small_change=small_change, terms=terms)
+
+
+MACHINE = Path("/etc/machine-id")
+
+
+def this_machine() -> str:
+    """A name of this machine that whoever delivers a kit does not know; "" where there is none, as in containers."""
+    try:
+        made = MACHINE.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return hashlib.sha256(f"cloister approvals {made}".encode()).hexdigest()[:32] if made else ""
 
 
 def check_name(by: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cloister.deploy.control_socket import give_order
@@ -19,12 +19,12 @@ class Halted:
     running: bool  # whether the service was there to be told
 
 
-def halt(kit_dir: str | Path, by: str = "") -> Halted:
+def halt(kit_dir: str | Path, by: str = "", via: str = "") -> Halted:
     """Withdraw the approval of the kit's study, then have its service stop every run; returns what that did.
 
     The approval goes first, so that nothing begins in between. Runs that do not end within seconds are killed.
     """
-    kit = Kit.open(kit_dir)
+    kit = replace(Kit.open(kit_dir), via=via)
     withdrawn, failed = False, None
     try:
         withdrawn = kit.withdraw(by) if kit.role != "coordinator" else False

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from cloister.errors import DataError
+from cloister.errors import DiskError
 
 SUFFIX = ".receipt.journal"  # behind a party's name, in the folder of a run
 RESERVE = 1 << 16  # bytes kept for how a run ended: aborts, protocols that ran, the signature
@@ -37,9 +37,9 @@ class Journal:
         except OSError as e:
             raise self._error(e) from None
 
-    def _error(self, e: OSError) -> DataError:
+    def _error(self, e: OSError) -> DiskError:
         why = e.strerror or type(e).__name__
-        return DataError(f"the receipt cannot be kept in {self.path} ({why}), so nothing more is sent")
+        return DiskError(f"the receipt cannot be kept in {self.path} ({why}), so nothing more is sent")
 
     def write(self, line: Any, *, sync: bool) -> None:
         """Add a line; with `sync` it is on the disk when this returns."""

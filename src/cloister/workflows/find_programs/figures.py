@@ -13,7 +13,6 @@ from cloister.session import Outcome
 
 if TYPE_CHECKING:
     from cloister.workflows.find_programs.common_programs import Programs
-    from cloister.workflows.find_programs.workflow import Options
 
 TOP, GENES, DRAWN = 8, 15, 3
 
@@ -25,7 +24,7 @@ class Loadings:
     table: Any
 
 
-def loadings(found: Programs, options: Options) -> Any:
+def loadings(found: Programs, options: Any) -> Any:
     import pandas as pd
 
     kind, gene = np.divmod(found.columns, len(found.genes))
@@ -33,7 +32,7 @@ def loadings(found: Programs, options: Options) -> Any:
     return pd.DataFrame(rows | {f"program_{k + 1}": v for k, v in enumerate(found.loadings.T)})
 
 
-def summary(found: Programs, options: Options) -> dict[str, Any]:
+def summary(found: Programs, options: Any) -> dict[str, Any]:
     """Plain values for the report."""
     table = loadings(found, options)
     names = [f"program_{k + 1}" for k in range(found.loadings.shape[1])]
@@ -45,7 +44,7 @@ def summary(found: Programs, options: Options) -> dict[str, Any]:
     return {"donors": found.donors, "explained": explained, "strongest": strongest}
 
 
-def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
+def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     """Loadings of the strongest genes of the first programs, by cell type."""
     tables = [o.adata.uns[options.key_added]["loadings"] for o in outcomes.values() if o.adata is not None]
     tables += [o.model.table for o in outcomes.values() if o.model]

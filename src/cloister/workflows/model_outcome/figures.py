@@ -17,7 +17,6 @@ from cloister.workflows.model_outcome.features import weights_of
 
 if TYPE_CHECKING:
     from cloister.workflows.model_outcome import pooled_outcomes as protocol
-    from cloister.workflows.model_outcome.workflow import Options
 
 COEFFICIENTS = ("regression", "term", "coefficient", "error", "low", "high", "ratio", "statistic", "p", "fdr")
 CONTRASTS = ("regression", "contrast", "coefficient", "error", "low", "high", "statistic", "p")
@@ -38,7 +37,7 @@ class Modelled:
     curves: Any
 
 
-def tables(found: protocol.Modelled, options: Options) -> dict[str, Any]:
+def tables(found: protocol.Modelled, options: Any) -> dict[str, Any]:
     import pandas as pd
 
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
@@ -87,7 +86,7 @@ def _tested(estimate: float, variance: float, df: float, level: float) -> dict[s
     }
 
 
-def _curve_rows(curves: protocol.Curves, options: Options) -> list[dict[str, Any]]:
+def _curve_rows(curves: protocol.Curves, options: Any) -> list[dict[str, Any]]:
     """Survival at the end of each interval; numbers below `min_donors` are not shown, nor survival after them."""
     rows = []
     width = options.horizon / options.intervals
@@ -121,7 +120,7 @@ def _log_log(survival: float, error: float, z: float) -> tuple[float, float]:
     return low, high
 
 
-def summary(found: protocol.Modelled, options: Options) -> dict[str, Any]:
+def summary(found: protocol.Modelled, options: Any) -> dict[str, Any]:
     """Plain values for the report."""
     told: dict[str, Any] = {
         "donors": found.donors,
@@ -162,7 +161,7 @@ def _global(fit: protocol.Fit) -> dict[str, float]:
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
-def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
+def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     """A forest plot and the calibration of each regression; survival curves."""
     here = [o.adata.uns[options.key_added] for o in outcomes.values() if o.adata is not None]
     here += [{name: getattr(o.model, name) for name in TABLES} for o in outcomes.values() if o.model]
@@ -179,7 +178,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     return made
 
 
-def forest(table: Any, options: Options) -> Any:
+def forest(table: Any, options: Any) -> Any:
     """Estimates and intervals, one line per term."""
     table = table[np.isfinite(table["error"]) & (table["error"] > 0)].iloc[:40]
     ratio = RATIOS.get(options.model)
@@ -222,7 +221,7 @@ def calibration(part: Any, name: str, model: str) -> Any:
         return c.done("Calibration" + ("" if name == "all" else f": {shown(name)}"), f"{told}.")
 
 
-def survival(table: Any, options: Options) -> Any:
+def survival(table: Any, options: Any) -> Any:
     """Curves with intervals, and the numbers at risk below; numbers under `min_donors` are not written."""
     arms = [a for a in options.arms if (table["arm"] == a).any()]
     ticks = np.linspace(0, options.horizon, TICKS)
