@@ -1,5 +1,6 @@
 """Highly variable genes of one batch, as in Seurat v3: variance of counts beside that of genes with the same mean.
 
+    capped, trimmed    counts of which few cells have no large part
     trend        log10 variance against log10 mean, local parabolas over 0.3 of the genes (loess)
     normalised   variance of (x - mean) / expected deviation, values above √n clipped
     ranked       0 for the most variable of `n_top` genes, 1, …; -1 for all others
@@ -64,6 +65,27 @@ def capped(x: Any, donor: I64 | None, min_cells: int, min_donors: int) -> Any:
         columns.data[part] = np.minimum(values, largest_allowed(values, min_cells))
     columns.eliminate_zeros()
     return columns
+
+
+def trimmed(x: Any, min_cells: int) -> Any:
+    """Counts of which no cell has more than about 1 / `min_cells` of a gene's squared distances from its median.
+
+    For genes that at least half of the cells express; the median of all others is zero, so `capped` did the same.
+    """
+    often = np.flatnonzero(np.diff(x.indptr) > x.shape[0] // 2)
+    if not len(often):
+        return x
+    other = np.setdiff1d(np.arange(x.shape[1]), often)
+    changed = [within_reach(x[:, [g]].toarray(), min_cells) for g in often]
+    columns = scipy.sparse.hstack([x[:, other], *map(scipy.sparse.csc_matrix, changed)], format="csc")
+    return columns[:, np.argsort(np.concatenate([other, often]), kind="stable")]
+
+
+def within_reach(values: F64, min_cells: int) -> F64:
+    away = values - np.median(values)
+    reach = largest_allowed(np.abs(away).ravel(), min_cells)
+    nearer: F64 = values - away + np.clip(away, -reach, reach)
+    return nearer
 
 
 def largest_allowed(values: F64, least: int) -> float:

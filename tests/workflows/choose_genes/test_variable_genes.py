@@ -77,7 +77,7 @@ def test_genes_of_most_batches_come_first():
     hits, ranks = np.zeros(30), np.zeros(30)
     for (mine,) in c.inputs.values():
         for b in range(2):
-            x = model.capped(mine.cells.x[mine.batch == b], None, 10, 3)
+            x = model.trimmed(model.capped(mine.cells.x[mine.batch == b], None, 10, 3), 10)
             rank = model.ranked(model.normalised_variance(x), 6)
             hits, ranks = hits + (rank >= 0), ranks + np.maximum(rank, 0)
     np.testing.assert_array_equal(found.batches, hits)
@@ -155,6 +155,36 @@ def test_few_cells_do_not_decide_a_rank():
     assert uncapped[0] == -1
     assert uncapped[1] >= 0
     np.testing.assert_array_equal(part_of(c, flat)[1][20], part_of(c, peak)[1][20])
+
+
+@pytest.mark.parametrize("value", [500, 0])
+def test_one_cell_far_from_the_median_of_a_gene_does_not_decide_its_rank(value):
+    """Attack: all cells express the gene strongly. One has less than a tenth of the squares, most of the variance."""
+    c = case(sizes=(60, 80, 300), g=200, n_top=20)
+    mine, rng = c.inputs[C][0], np.random.default_rng(5)
+    x = mine.cells.x.toarray()
+    x[:, 40:] = rng.poisson(100, (300, 160))  # so that the trend at this mean is that of many genes
+    x[:, 40] = np.tile([90, 95, 100, 105, 110], 60)
+    odd = x.copy()
+    odd[7, 40] = value
+    usual, odd = (
+        dataclasses.replace(mine, cells=dataclasses.replace(mine.cells, x=scipy.sparse.csr_matrix(y))) for y in (x, odd)
+    )
+    before = model.capped(odd.cells.x, None, 10, 3)
+    if value:
+        assert model.ranked(model.normalised_variance(before), 20)[40] >= 0  # with caps on squares alone
+    away = np.square(before[:, [40]].toarray() - 100)
+    assert away.max() > 0.3 * away.sum()
+    away = np.square(model.trimmed(before, 10)[:, [40]].toarray() - 100)
+    assert away.max() <= 0.11 * away.sum()
+    assert part_of(c, odd)[1][40] == part_of(c, usual)[1][40] == 0
+
+
+def test_genes_that_less_than_half_of_the_cells_express_are_not_trimmed_again():
+    x = model.capped(case().inputs[C][0].cells.x, None, 10, 3)
+    same = np.diff(x.indptr) <= 50
+    assert same.sum() > 4
+    assert (model.trimmed(x, 10)[:, same] != x[:, same]).nnz == 0
 
 
 def test_donors_are_counted_where_they_are_named():

@@ -1,11 +1,13 @@
 """Shared prototypes and common clusters: what one place would compute, few cells, one malicious party."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.sparse
 
 from cloister.disclosure import Contribution, Thresholds
 from cloister.errors import DataError, ParameterError, ProtocolAbort
@@ -27,6 +29,8 @@ from cloister.testing import (
 )
 from cloister.workflows.cluster_cells import common_clusters, shared_prototypes
 from cloister.workflows.cluster_cells.shared_prototypes import Cells, Own, Params
+from cloister.workflows.common import gene_moments
+from cloister.workflows.find_markers import pooled_markers
 
 pytest.importorskip("igraph", reason="the extra `cluster`")
 
@@ -264,6 +268,34 @@ def test_a_coordinator_that_sends_other_clusters_ends_the_run(monkeypatch, chang
     run = run_protocol(common_clusters, clusters(case(sizes=(90, 90, 90))), timeout=5.0)
     assert {e.code for p, e in run.errors.items() if p != HUB} == {code}
     assert not set(values(run)) & set(SITES)
+
+
+def test_a_coordinator_can_move_a_border_past_one_cell():
+    """Open: of partitions that a site accepts, two differ by one of its cells, and its markers in both by that cell."""
+    c = clusters(case(seed=3, sizes=(300, 300, 300)), resolution=0.1)
+    found = common_clusters.ideal(c.params, plain_inputs(c))[HUB]
+    graph, x = common_clusters.graph_of(c.params, found.points), c.inputs[C][0].x
+    first, second = (found.points[found.codes == k].mean(axis=0) for k in (0, 1))
+    toward = np.argsort(np.where(found.codes == 0, (first - found.points) @ (second - first), np.inf))
+    own = []
+    for points in range(24):
+        codes = found.codes.copy()
+        codes[toward[:points]] = 1
+        common_clusters.check_labels(c.params, graph, codes)
+        own.append(common_clusters.clusters_of(c.params, found.prototypes, found.points, graph, codes, x).cells)
+    moved = [np.flatnonzero(a != b) for a, b in itertools.pairwise(own)]
+    step = next(i for i, cells in enumerate(moved) if len(cells) == 1)
+    counts = scipy.sparse.csr_matrix(np.random.default_rng(1).poisson(4.0, (300, 6)).astype(float))
+    holds = gene_moments.Cells(tuple("ABCDEF"), counts)
+    params, names = pooled_markers.Params(SITES, HUB), ("0", "1", "2")
+    log = []
+    for codes in own[step : step + 2]:
+        mine = pooled_markers.Cells(holds, tuple(str(k) for k in codes))
+        part = pooled_markers.contribution(params, mine, tuple("ABCDEF"), names)
+        assert part.cells >= 10
+        log.append(part.values[4 + 24 : 4 + 48].reshape(4, 6)[1])
+    cell = counts[moved[step][0]].toarray()[0]
+    np.testing.assert_allclose(log[1] - log[0], np.log1p(1e4 * cell / cell.sum()), atol=0.26)
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.0, -1000.0, 1e9])

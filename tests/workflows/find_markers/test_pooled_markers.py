@@ -200,6 +200,71 @@ def test_how_many_cells_lack_a_gene_is_not_shown_if_they_are_few(lacking):
     assert m[0, 10] == (40 if lacking < 10 else 30)
 
 
+@pytest.mark.parametrize("lacking", [0, 1, 9, 10])
+def test_how_many_of_the_others_lack_a_gene_is_not_shown_if_they_are_few(lacking):
+    """Attack: where every label shows the gene, n - m of the others is the number of their cells that lack it."""
+    c = case(sizes=(60, 90, 150))
+    mine = c.inputs[C][0]
+    labels = tuple(f"rare{i // 6}" if i < 24 else name for i, name in enumerate(mine.labels))
+    mine = dataclasses.replace(mine, labels=labels)
+    _, n, m, _, _ = parts_of(c, with_counts(mine, 10, np.arange(lacking, 150), 50))
+    assert n.tolist() == [42, 42, 42, 24]
+    assert m[3, 10] == (24 if lacking < 10 else 14)
+    odd = np.array(mine.labels) == "B"  # the same if cells of a label whose entry is too small are among them
+    odd[:24] = True
+    odd[np.flatnonzero(odd)[24 + 9 :]] = False
+    _, _, m, _, _ = parts_of(c, with_counts(mine, 10, np.flatnonzero(odd), 50))
+    assert m[:, 10].tolist() == [0, 0, 0, 33]  # of 24 others, and 126 cells of labels without the gene
+
+
+def donor_tables(c, mine):
+    """A, Σ δ, Σ δ² of one site, (K, g)."""
+    mine = pooled_markers.opened_labels(c.params, mine)
+    sums, codes = pooled_markers.sums_of(c.params, mine, mine.cells.names, KINDS)
+    rows = pooled_markers.Rows(len(codes), mine.cells.donor, mine.thresholds)
+    return [part.values for part in pooled_markers.donor_parts(c.params, rows, sums)[1:]]
+
+
+@pytest.mark.parametrize("each", [1, 3, 4])
+def test_log_ratios_of_donors_do_not_rest_on_a_cell_of_each(each):
+    """Attack: a gene in one cell of each of three donors; Σ δ and Σ δ² were functions of these three cells."""
+    c = case(sizes=(60, 90, 300), donors=3)
+    mine = c.inputs[C][0]
+    donor, kind = mine.cells.donor, np.array(mine.labels)
+    at = np.concatenate([np.flatnonzero((donor == d) & (kind == "B"))[:each] for d in range(3)])
+    number, total, square = (table[:, 10] for table in donor_tables(c, with_counts(mine, 10, at, 50)))
+    assert number.any() == total.any() == square.any() == (3 * each >= 10)
+
+
+@pytest.mark.parametrize("few", [1, 9])
+def test_log_ratios_of_donors_do_not_tell_of_few_cells_beside_many(few):
+    """Attack: all other labels express the gene, so the entry is open; nine cells of the label change nothing in it."""
+    c = case(sizes=(60, 90, 300), donors=3)
+    mine = c.inputs[C][0]
+    kind = np.array(mine.labels)
+    rest = np.flatnonzero(kind != "B")
+    without = donor_tables(c, with_counts(mine, 10, rest, 50))
+    some = np.concatenate([np.flatnonzero(kind == "B")[:few], rest])
+    found = donor_tables(c, with_counts(mine, 10, some, 50))
+    assert without[0][0, 10] == 3
+    for table, before in zip(found, without, strict=True):
+        assert table[0, 10] == before[0, 10]
+
+
+def test_a_library_that_is_too_small_is_found_before_any_gene_is_chosen():
+    """Attack: the genes in common are chosen so that an abort tells of a cell with more of them than its library."""
+    c = case()
+    mine = c.inputs[A][0]
+    library = np.asarray(mine.cells.x.sum(axis=1)).ravel()
+    right = dataclasses.replace(mine, cells=dataclasses.replace(mine.cells, library=library))
+    pooled_markers.check_site(c.params, right)
+    library = library - (np.arange(60) == 5)
+    with pytest.raises(DataError, match="library"):
+        pooled_markers.check_site(
+            c.params, dataclasses.replace(mine, cells=dataclasses.replace(mine.cells, library=library))
+        )
+
+
 def test_donors_are_counted_where_they_are_named():
     c = case(sizes=(60, 90, 240), donors=6)
     mine = c.inputs[C][0]
@@ -224,7 +289,10 @@ def test_small_labels_are_others():
     mine = c.inputs[C][0]
     labels = tuple("rare" if i < 9 else name for i, name in enumerate(mine.labels))
     opened = pooled_markers.opened_labels(c.params, dataclasses.replace(mine, labels=labels))
-    assert opened.labels[:9] == (OTHERS,) * 9
+    assert opened.labels[:9] == (None,) * 9  # too few to be a group of their own
+    two = tuple("rare" if i < 9 else "odd" if i < 14 else name for i, name in enumerate(mine.labels))
+    opened = pooled_markers.opened_labels(c.params, dataclasses.replace(mine, labels=two))
+    assert opened.labels[:14] == (OTHERS,) * 14
     raised = dataclasses.replace(mine, thresholds=Thresholds(41, 3))
     assert set(pooled_markers.opened_labels(c.params, raised).labels) == {OTHERS}
     lowered = dataclasses.replace(mine, labels=labels, thresholds=Thresholds(2, 3))

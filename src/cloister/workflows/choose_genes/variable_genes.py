@@ -13,7 +13,8 @@ of a site, but for the caps of L2 and for the mean of ranks instead of their med
 
 A site's part is limited as follows. t and d are `min_cells` and `min_donors`, or more where the site's own settings say
 so. In a batch, values of a gene above the d-th largest of the donors' maxima count as that one. Of the squares of what
-remains, no cell has more than 1/t; larger values count as the largest that is allowed. A gene that fewer than t cells
+remains, no cell has more than 1/t, and the same of the squared distances from the median where that is not zero; what
+is farther counts as the farthest that is allowed. A gene that fewer than t cells
 or d donors of a batch express has no rank there. Nothing depends on a value that another party sends, but for the
 common genes among which ranks are counted.
 
@@ -143,7 +144,7 @@ def contribution(params: Params, mine: Cells, common: Sequence[str]) -> Contribu
         if len(of) < params.min_batch or not rows.groups(np.zeros(len(of), np.int64), 1).open[0]:
             continue
         x = model.capped(rows_of(mine, of)[:, at], rows.donor, least.min_cells, least.min_donors)
-        rank = model.ranked(model.normalised_variance(x), params.n_top)
+        rank = model.ranked(model.normalised_variance(model.trimmed(x, least.min_cells)), params.n_top)
         hits.append(rank >= 0)
         ranks.append(np.maximum(rank, 0))
         cells.append(np.diff(x.indptr))

@@ -16,14 +16,16 @@ below. Cells of one donor are not independent: p over cells ranks genes, p over 
 A site's part of the sum is limited as follows. t and d are `min_cells` and `min_donors`, or more where the site's own
 settings say so. Nothing in it depends on a value that another party sends, but the choice of common genes.
 
-- Labels with fewer than t cells or d donors of the site are one group, "others". It belongs to the rest of every label.
+- Labels with fewer than t cells or d donors of the site are one group, "others". It belongs to the rest of every label,
+  and is left out if it does not reach t and d itself.
 - An entry (k, g) is zero unless t cells of d donors of label k express g here. All such entries of a gene are added to
   "others", which is zero unless t cells of d donors express g in it.
 - If fewer than t cells of label k do not express g, m_kg is n_k. Otherwise, if these are of fewer than d donors, m_kg
-  is zero, and the site's cells of k do not count in the fraction: w_kg is n_k, and 0 for all others.
+  is zero, and the site's cells of k do not count in the fraction: w_kg is n_k, and 0 for all others. The same of
+  "others", with all cells of the labels whose entry was added to it; it has no w.
 - Sums of l and l² are multiples of 1/`UNIT`; those of δ and δ² of 1/`DONOR_UNIT`.
-- Over donors, an entry is zero unless the label has d such donors here, and d of them express g in k or in the rest.
-  A_k and A_kg count these donors.
+- Over donors, ȳ of k is taken as zero for all unless t cells of k express g, of d such donors; so is ȳ of the rest. An
+  entry is zero unless the label has d such donors here, and one of the two is not. A_k and A_kg count these donors.
 
 Reveals
 -------
@@ -175,17 +177,21 @@ def check_site(params: Params, mine: Cells) -> None:
         raise DataError(f"expected one label per cell, found {len(mine.labels)} for {mine.cells.x.shape[0]} cells")
     if params.donors != (mine.cells.donor is not None):
         raise DataError("donors must be named at all sites, or at none")
+    for _ in gene_moments.normalised(params, mine.cells, mine.cells.names, mine.cells.x.shape[1]):
+        pass  # a library that holds all genes holds those that are found to be common
 
 
 def opened_labels(params: Params, mine: Cells) -> Cells:
-    """L1: cells of labels below the thresholds are of `OTHERS`."""
+    """L1: cells of labels below the thresholds are of `OTHERS`, or of none if these are too few together."""
     own = mine.thresholds
     least = params.thresholds.raised({"min_cells": own.min_cells, "min_donors": own.min_donors})
     names = sorted({name for name in mine.labels if name is not None})
     at = {name: i for i, name in enumerate(names)}
     codes = np.array([-1 if name is None else at[name] for name in mine.labels], np.int64)
     keep = Rows(len(codes), mine.cells.donor, least).open_rows(codes, len(names))
-    labels = tuple(n if n is None or kept else OTHERS for n, kept in zip(mine.labels, keep, strict=True))
+    small = (codes >= 0) & ~keep
+    rest = OTHERS if Rows(len(codes), mine.cells.donor, least).open_rows(np.where(small, 0, -1), 1).any() else None
+    labels = tuple(rest if few else n for n, few in zip(mine.labels, small, strict=True))
     return replace(mine, labels=labels, thresholds=least)
 
 
@@ -237,7 +243,7 @@ def contribution(params: Params, mine: Cells, common: Sequence[str], labels: Seq
     sums, codes = sums_of(params, mine, common, labels)
     rows, K = Rows(len(codes), mine.cells.donor, mine.thresholds), len(labels)
     least, tables = rows.thresholds, [sums.log.copy(), sums.square.copy()]
-    n, expressing = sums.cells.sum(axis=0), sums.expressing.copy()
+    expressing = sums.expressing.copy()
     people = (expressing > 0).sum(axis=0) if params.donors else None
     open_ = rows.sized(expressing.sum(axis=0)[:K].ravel(), None if people is None else people[:K].ravel())
     shown = open_.open.reshape(K, -1)
@@ -246,14 +252,16 @@ def contribution(params: Params, mine: Cells, common: Sequence[str], labels: Seq
         table[:K] *= shown
     m = expressing.sum(axis=0)
     people = (expressing > 0).sum(axis=0) if params.donors else None
-    lacking = n[:K, None] - m[:K]
-    counted = m.copy()
-    counted[:K] = np.where(shown & (lacking < least.min_cells), n[:K, None], m[:K])
+    members = sums.cells[:, :, None] * np.ones((1, 1, len(common)), np.int64)  # by donor, those of an entry's cells
+    members[:, K] += (members[:, :K] * ~shown).sum(axis=1)
+    members[:, :K] *= shown
+    size = members.sum(axis=0)
+    lacking = size - m
+    counted = np.where(lacking < least.min_cells, size, m)
     withheld = np.zeros(shown.shape)
     if params.donors:
-        donors_lacking = (sums.cells[:, :K, None] > expressing[:, :K]).sum(axis=0)
-        of_few = shown & (lacking >= least.min_cells) & (donors_lacking < least.min_donors)
-        counted[:K], withheld = np.where(of_few, 0, counted[:K]), np.where(of_few, n[:K, None], 0.0)
+        of_few = (lacking >= least.min_cells) & ((members > expressing).sum(axis=0) < least.min_donors)
+        counted, withheld = np.where(of_few, 0, counted), np.where(of_few[:K], size[:K], 0.0)
     rounded = [np.rint(table * UNIT) / UNIT for table in tables]
     parts = [rows.grouped(codes, K + 1)]
     parts += [rows.counted(x.astype(np.float64), m, people) for x in (counted, *rounded)]
@@ -270,15 +278,18 @@ def donor_parts(params: Params, rows: Rows, sums: Sums) -> list[Contribution]:
     rest_cells = sums.cells.sum(axis=1, keepdims=True) - cells
     used: Bits = (cells >= least.min_cells) & (rest_cells >= least.min_cells)  # (a, K)
     prior = PRIOR * params.target_sum
-    whole, seen = sums.value.sum(axis=1), sums.expressing.sum(axis=1) > 0
+    whole, expressing = sums.value.sum(axis=1), sums.expressing.sum(axis=1)
     behind, people = (cells * used).sum(axis=0), used.sum(axis=0)
     total, square, shown = np.zeros((K, g)), np.zeros((K, g)), np.zeros((K, g), np.int64)
     for k in range(K):
         of = np.flatnonzero(used[:, k])
-        own = sums.value[of, k] / np.maximum(cells[of, k, None], 1)
-        rest = (whole[of] - sums.value[of, k]) / np.maximum(rest_cells[of, k, None], 1)
+        with_gene = sums.expressing[of, k], expressing[of] - sums.expressing[of, k]  # cells of k, and of the rest
+        enough = [(x.sum(axis=0) >= least.min_cells) & ((x > 0).sum(axis=0) >= least.min_donors) for x in with_gene]
+        own = enough[0] * sums.value[of, k] / np.maximum(cells[of, k, None], 1)
+        rest = enough[1] * (whole[of] - sums.value[of, k]) / np.maximum(rest_cells[of, k, None], 1)
         ratio = np.log2((own + prior) / (rest + prior))
-        total[k], square[k], shown[k] = ratio.sum(axis=0), np.square(ratio).sum(axis=0), seen[of].sum(axis=0)
+        total[k], square[k] = ratio.sum(axis=0), np.square(ratio).sum(axis=0)
+        shown[k] = ((enough[0] * with_gene[0] + enough[1] * with_gene[1]) > 0).sum(axis=0)
     number = np.where(shown >= least.min_donors, behind[:, None], 0)
     counts = np.broadcast_to(people[:, None], (K, g)).astype(np.float64)
     rounded = [np.rint(x * DONOR_UNIT) / DONOR_UNIT for x in (total, square)]
@@ -376,12 +387,12 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
     """Be u."""
     check_site(params, mine)
     mine = opened_labels(params, mine)
+    own = common_labels.Own("", 0, tuple(sorted({name for name in mine.labels if name})))
+    common_labels.check_own(params.common_labels, own)
     agreement = common_genes.Params(params.sites, params.coordinator)
     agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.cells.names))  # L1
     opened = OpenedSums(ch, NAME, params.sites, params.coordinator, entropy, identity)
     await opened.begin()
-    names = tuple(sorted({name for name in mine.labels if name}))
-    own = common_labels.Own("", 0, names)
     labels = (await common_labels.site(ch.sub("labels", params.common_labels), params.common_labels, own)).labels
     return await follow(opened, params, labels, agreed.names, mine)
 
