@@ -51,9 +51,10 @@ if TYPE_CHECKING:
 
 Source = Any  # a Run or Series, an AnnData, a dict of these by site, or the path of a file or of a results folder
 NONE = "(none)"  # cells without a label
+TALL, MOST_ROWS = 14, 40  # entries of one column of a legend; labels of a dot plot
 BASES = ("X_shared_map", "X_umap", "X_integrated", "X_shared_pca", "X_pca")  # what is drawn first
 KINDS = (".png", ".svg", ".pdf")
-COUNTED = {"total_counts": "counts of a cell", "n_genes_by_counts": "genes of a cell"}  # scanpy's names
+COUNTED = {"total_counts": "counts per cell", "n_genes_by_counts": "genes per cell"}  # scanpy's names
 HATCHES = ("", "///", "...", "xxx")
 SITE = "site"
 
@@ -109,9 +110,9 @@ def embedding(
     names = None if values is not None else _joined(_column(cells, color))
     order = [] if names is None else _order(_column(cells, color), labels, cells, color)
     places = {label: -1 if label == NONE else i for i, label in enumerate(order)}
-    keep = np.random.default_rng(0).permutation(some_points(len(points)))  # no site lies over the others
+    keep = some_points(len(points))
     panels = list(cells) if by_site else [""]
-    with canvas(len(panels), 3.4 * len(panels) + 2.2, 3.8) as c:
+    with canvas(len(panels), 3.4 * len(panels) + 2.2 + 1.2 * (len(order) > TALL), 3.8) as c:
         for axis, panel in zip(c.axes, panels, strict=True):
             here = keep[site[keep] == panel] if panel else keep
             if panel:
@@ -147,7 +148,9 @@ def composition(
     order, bars = _order(_column(cells, key), labels, cells, key), _sorted(rows)
     counts = _table(rows, names, bars, order)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    with canvas(width=7.0, height=1.5 + max(0.24 * len(bars), 0.16 * min(len(order), MOST_LABELS))) as c:
+    with canvas(
+        width=7.0 + 1.2 * (len(order) > TALL), height=1.4 + max(0.26 * len(bars), 0.17 * min(len(order), TALL))
+    ) as c:
         left = np.zeros(len(bars))
         for i, label in enumerate(order):
             colour, hatch = (QUIET if label == NONE else tone(i)[0]), HATCHES[(i // 10) % len(HATCHES)]
@@ -294,7 +297,7 @@ def dotplot(
     n_genes
         Genes of each label.
     labels
-        The labels to draw, in this order; by default all, at most sixteen.
+        The labels to draw, in this order; by default all, at most forty.
     save
         File to write: `.png`, `.svg` or `.pdf`.
     """
@@ -304,11 +307,10 @@ def dotplot(
         raise DataError(f"the table has no label {missing[0]!r}; there is {listed(names)}.")
     if n_genes < 1:
         raise ParameterError(f"n_genes must be at least 1, found {n_genes}")
-    if labels:
-        import pandas as pd
-
-        table = pd.concat([table[table["label"].astype(str) == x] for x in labels], ignore_index=True)
-    best = best_genes(table, n_genes) if not labels else best_genes(table, n_genes, len(labels))
+    place = {label: i for i, label in enumerate([*labels] or _sorted(names))}
+    table = table.assign(label=table["label"].astype(str), row=table["label"].astype(str).map(place))
+    table = table[table["row"].notna()].sort_values("row", kind="stable")
+    best = best_genes(table, n_genes, len(labels) or MOST_ROWS)
     if not any(best.values()):
         raise DataError("no label in the table has a gene that it expresses more than the others do.")
     with canvas(**dots_size(best)) as c:
@@ -478,10 +480,13 @@ def _joined(columns: Sequence[Any]) -> Any:
 
 
 def _sorted(names: Any) -> list[str]:
-    """Labels in a person's order: 2 before 10, cells without a label last."""
-    parts = {name: [(p.isdigit(), int(p) if p.isdigit() else p) for p in re.split(r"([0-9]+)", name)] for name in names}
-    by_text = {name: [(0, p[1], "") if p[0] else (1, 0, str(p[1])) for p in key] for name, key in parts.items()}
-    return sorted(by_text, key=lambda name: (name == NONE, by_text[name]))
+    """Labels as people sort them: 2 before 10, b before C, cells without a label last."""
+
+    def key(name: str) -> Any:
+        parts = re.split(r"([0-9]+)", name.casefold())
+        return name == NONE, [(0, int(p), "") if p[:1].isdecimal() else (1, 0, p) for p in parts if p], name
+
+    return sorted(map(str, {*names}), key=key)
 
 
 def _order(columns: Sequence[Any], labels: Sequence[str], cells: Mapping[str, AnnData], key: str) -> list[str]:
@@ -517,7 +522,7 @@ def _span(values: Any) -> tuple[float, float]:
 
 def _legend(axis: Any, key: str, n: int, **how: Any) -> None:
     more = f" (first {MOST_LABELS} of {n})" if n > MOST_LABELS else ""
-    legend_beside(axis, title=f"{shown(key)}{more}", **how)
+    legend_beside(axis, title=f"{shown(key)}{more}", ncols=1 + (n > TALL), **how)
 
 
 def _whole() -> Any:

@@ -23,7 +23,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A6D00", "#56B4E9", "#5
 STYLES = ("-", "--", "-.", ":")
 MARKS = "o^sDvP*X<>"
 QUIET = "#9aa3a5"
-MOST_POINTS, MOST_LABELS = 5000, 20
+MOST_POINTS, MOST_LABELS, LAYERS = 5000, 20, 8
 STYLE: Any = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -55,7 +55,9 @@ def _paper() -> Any:
 
     class Paper(Plain):
         def _repr_png_(self) -> bytes:
-            return png_of(self)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # letters that the font lacks
+                return png_of(self)
 
     return Paper
 
@@ -133,12 +135,16 @@ def some_points(n: int, most: int = MOST_POINTS) -> Any:
 
 
 def draw_points(axis: Any, points: Any, names: Any, places: Mapping[str, int], *, size: float = 7.0) -> None:
-    """Points of each label in its colour, in the order of `places`; a place below 0 is grey."""
-    for i, (kind, place) in enumerate(places.items()):
-        here = names == kind
-        colour, mark = tone(place) if place >= 0 else (QUIET, MARKS[0])
-        label = shown(kind) if i < MOST_LABELS else None
-        axis.scatter(points[here, 0], points[here, 1], s=size, c=colour, marker=mark, lw=0, alpha=0.75, label=label)
+    """Points of each label in its colour, legend in the order of `places`; a place below 0 is grey.
+
+    Points are drawn in several layers, so that the last label does not cover the others.
+    """
+    for layer, some in enumerate(np.array_split(np.random.default_rng(1).permutation(len(points)), LAYERS)):
+        for i, (kind, place) in enumerate(places.items()):
+            here = some[names[some] == kind]
+            colour, mark = tone(place) if place >= 0 else (QUIET, MARKS[0])
+            label = shown(kind) if layer == 0 and i < MOST_LABELS else None
+            axis.scatter(points[here, 0], points[here, 1], s=size, c=colour, marker=mark, lw=0, alpha=0.75, label=label)
     axis.set(xticks=[], yticks=[])
     axis.grid(visible=False)
 

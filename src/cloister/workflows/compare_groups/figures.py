@@ -128,6 +128,7 @@ def draw_volcano(axis: Any, part: Any, contrast: str, level: float) -> None:
             name, up = shown(part["gene"].iloc[i], 16), effect[i] > 0
             where = {"xytext": (4 if up else -4, 0), "textcoords": "offset points", "ha": "left" if up else "right"}
             axis.annotate(name, (effect[i], height[i]), fontsize=7, va="center", **where)
+    axis.margins(x=0.12)  # for the names
     axis.set(xlabel=f"log2 fold change, {contrast}", ylabel="-log10 p")
 
 

@@ -41,7 +41,7 @@ def best_genes(table: Any, each: int = EACH, most: int = MOST) -> dict[str, list
 
 def dots_size(best: Mapping[str, list[str]]) -> dict[str, float]:
     genes = sum(map(len, best.values()))
-    return {"width": min(2.6 + 0.22 * genes, 12.0), "height": 1.8 + 0.26 * len(best)}
+    return {"width": min(max(2.6 + 0.22 * genes, 5.6), 12.0), "height": 2.2 + 0.26 * len(best)}
 
 
 def draw_dots(c: Canvas, table: Any, best: Mapping[str, list[str]]) -> None:
