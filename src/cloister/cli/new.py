@@ -20,7 +20,7 @@ TEMPLATES = {"atlas": "one atlas of all sites' cells: genes, shared space, integ
 
 
 def new(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="What to write: study.")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="Kind of file to write; always study.")],
     template: Annotated[str, typer.Option(help="Template to write: atlas.")] = "atlas",
     sites: Annotated[
         list[str] | None,

@@ -115,7 +115,7 @@ def tone(place: int) -> tuple[str, str]:
     mark = MARKS[again % len(MARKS)]
     if again:
         parts = [int(colour[k : k + 2], 16) for k in (1, 3, 5)]
-        parts = [(v + 255) // 2 if again % 2 else v * 3 // 5 for v in parts]
+        parts = [(3 * v + 2 * 255) // 5 if again % 2 else v * 3 // 5 for v in parts]
         colour = "#" + "".join(f"{v:02X}" for v in parts)
     return colour, mark
 
