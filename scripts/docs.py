@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 DOCS, STAGE, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "site"
 TOP = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 HOW_TO = (
-    *("deploy", "bin-values", "choose-genes", "shared-pca", "integrate", "embed", "cluster-cells", "find-markers"),
+    *("atlas", "plots", "deploy", "bin-values", "choose-genes", "shared-pca", "integrate", "embed", "cluster-cells", "find-markers"),
     *("find-outliers", "compare-groups"),
     "model-outcome",
     "find-programs",

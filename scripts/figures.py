@@ -1,13 +1,15 @@
-"""Draw the picture at the head of each workflow's page from a rehearsal on the demo data: docs/figures/*.png.
+"""Draw the picture at the head of each workflow's page, and those of the atlas, from a rehearsal on the demo data: docs/figures/*.png.
 
     python scripts/figures.py                 all of them, some three minutes
     python scripts/figures.py map-labels      this one
+    python scripts/figures.py atlas atlas-types atlas-composition atlas-markers atlas-mixing atlas-counts
 
 Every number in a picture is computed by the run that it shows, or by a baseline on the same cells.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 import time
@@ -18,7 +20,9 @@ from typing import Any
 import numpy as np
 
 import cloister as cl
-from cloister.report.figures import COLOURS, Canvas, Figure, canvas, log_scale
+from cloister.cli.new import study_of
+from cloister.report.figures import COLOURS, Canvas, Figure, canvas, log_scale, png_of
+from cloister.study import parse_study
 
 FOLDER = Path(__file__).parents[1] / "docs" / "figures"
 DPI, MOST = 100, 120_000  # dots per inch; bytes of a picture
@@ -26,9 +30,10 @@ GREY = "#9aa3a5"
 
 
 def main() -> int:
-    for name in sys.argv[1:] or PICTURES:
+    pictures = PICTURES | PLOTS
+    for name in sys.argv[1:] or pictures:
         began = time.perf_counter()
-        figure = PICTURES[name]()
+        figure = pictures[name]()
         if len(figure["png"]) > MOST:
             sys.exit(f"{name}: {len(figure['png'])} bytes; a picture may have {MOST}")
         FOLDER.mkdir(exist_ok=True)
@@ -605,6 +610,39 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "fine-tune": fine_tune,
     "train-cellcnn": train_cellcnn,
     "adapt-model": adapt_model,
+}
+
+
+# ---- the atlas, and what `cl.pl` draws of it -------------------------------------------------------------------------
+
+
+@functools.cache
+def atlas() -> Any:
+    """The study that `cloister new study --template atlas` writes, on the demo's sites."""
+    series = cl.rehearse(parse_study(study_of("atlas", [])), data=cl.demo_sites())
+    series.check()
+    return series
+
+
+def drawn(paper: Any, title: str, alt: str) -> Figure:
+    return Figure(title=title, alt=alt, png=png_of(paper, DPI))
+
+
+PLOTS: dict[str, Callable[[], Figure]] = {  # pictures of docs/atlas.md and docs/plots.md
+    "atlas": lambda: drawn(
+        cl.pl.embedding(atlas(), color="cluster", by_site=True), "atlas", "Common clusters of three sites."
+    ),
+    "atlas-types": lambda: drawn(
+        cl.pl.confusion(atlas(), "cell_type", "cluster"), "types", "Clusters of the cells of each type."
+    ),
+    "atlas-composition": lambda: drawn(
+        cl.pl.composition(atlas(), "cell_type"), "composition", "Shares of cell types by site."
+    ),
+    "atlas-markers": lambda: drawn(
+        cl.pl.dotplot(atlas(), n_genes=2), "markers", "The two best markers of every cluster."
+    ),
+    "atlas-mixing": lambda: drawn(cl.pl.mixing(atlas()), "mixing", "Neighbours by site, against chance."),
+    "atlas-counts": lambda: drawn(cl.pl.violin(atlas()), "counts", "Counts and genes per cell, by site."),
 }
 
 if __name__ == "__main__":
