@@ -228,6 +228,14 @@ def test_markers_are_drawn_in_the_order_of_labels_asked_for(data):
     assert [t.get_text() for t in axis.get_yticklabels()] == ["10"]
 
 
+def test_a_marker_that_no_other_cell_expresses_has_the_strongest_colour(data):
+    table = data["basel"].uns["markers"]
+    table.loc[0, "log_fold_change"] = np.nan  # as find-markers writes an infinite one
+    dots = cl.pl.dotplot(data).axes[0].collections[0]
+    assert dots.get_array()[0] == dots.get_clim()[1]
+    assert dots.get_sizes()[0] == pytest.approx(72.0)
+
+
 def test_volcano_takes_the_comparison_in_which_most_differs(data, tmp_path):
     assert "T: 4 of 4 genes differ" in cl.pl.volcano(data).axes[0].get_title()
     assert "B: 0 of 4" in cl.pl.volcano(data, cell_type="B").axes[0].get_title()

@@ -45,14 +45,19 @@ def dots_size(best: Mapping[str, list[str]]) -> dict[str, float]:
 
 
 def draw_dots(c: Canvas, table: Any, best: Mapping[str, list[str]]) -> None:
-    """Draw the genes of all labels in `best` against these labels."""
+    """Draw the genes of all labels in `best` against these labels.
+
+    A fold change against cells that do not express the gene is infinite, and NaN in the table: the end of the scale.
+    """
     labels, genes = [*best], [g for some in best.values() for g in some]
     some = table.assign(label=table["label"].astype(str), gene=table["gene"].astype(str))
     some = some[some["gene"].isin(genes)]
-    change = some.pivot(index="label", columns="gene", values="log_fold_change").reindex(labels)[genes].to_numpy()
-    share = some.pivot(index="label", columns="gene", values="fraction").reindex(labels)[genes].to_numpy()
+    tables = {k: some.pivot(index="label", columns="gene", values=k) for k in ("log_fold_change", "fraction", "t")}
+    change, share, t = (table.reindex(labels)[genes].to_numpy(dtype=float) for table in tables.values())
     x, y = np.meshgrid(np.arange(len(genes)), np.arange(len(labels)))
-    reach = max(1.0, float(np.nanpercentile(np.abs(change), 95)))
+    finite = np.abs(change[np.isfinite(change)])
+    reach = max(1.0, float(np.percentile(finite, 95))) if len(finite) else 1.0
+    change = np.where(np.isnan(change), np.sign(t) * reach, change)
     dots = c.axis.scatter(
         x, y, s=90 * np.nan_to_num(share), c=np.clip(change, -reach, reach), cmap="RdBu_r", vmin=-reach, vmax=reach,
         edgecolors="#535c66", linewidths=0.4,
