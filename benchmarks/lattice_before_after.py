@@ -31,9 +31,10 @@ HERE = Path(__file__).resolve()
 
 def find(name):
     """A protocol file, in today's folders or in yesterday's."""
-    for folder in ("cellcnn.", "ckks.", "inference.", ""):
+    today = ("workflows.train_cellcnn", "workflows.predict_cellcnn", "workflows.adapt_model")
+    for folder in (*today, "protocols.cellcnn", "protocols.ckks", "protocols.inference", "protocols"):
         try:
-            return importlib.import_module(f"cloister.protocols.{folder}{name}")
+            return importlib.import_module(f"cloister.{folder}.{name}")
         except ModuleNotFoundError:
             continue
     raise ModuleNotFoundError(name)

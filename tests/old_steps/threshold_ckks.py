@@ -2,9 +2,12 @@
 
 import math
 
+import numpy as np
+
 from cloister.errors import ProtocolAbort
 from cloister.mpc.crypto.ckks import scheme as ckks
 from cloister.mpc.crypto.rns.ring import SIGMA
+from cloister.mpc.crypto.rns.slots import SlotMap, embedding
 from cloister.workflows.train_cellcnn.cellcnn_circuit import add_over_markers, gradient
 from cloister.workflows.train_cellcnn.level_schedule import PRODUCT
 
@@ -16,6 +19,24 @@ def gradient_ciphers(c, L, model, X, Y, keys, entropy):
         ct = gradient(L, M, X, Y[:, list(group)], keys.relin, keys.rotation)
         ciphers.append(c.raw(c.rerandomise(keys.public, ct, entropy))[0])
     return ciphers
+
+
+def kernel_mask(p, m, entropy):
+    """A mask of 46 bits that a refresh's map of sums sends to zero, which came after that: bounded."""
+    r, e = ckks.context(p.ckks).ring, embedding(p.ckks.degree)
+    count, replaced = len(m.place), {}
+    for a, b in zip(m.start, m.start[1:], strict=False):
+        replaced[int(m.source[b - 1])] = m.source[a : b - 1]
+    read = [replaced.get(s, np.array([s])) for s in range(count)]
+    signs = [np.full(len(x), -1.0 if s in replaced else 1.0) for s, x in enumerate(read)]
+    start = np.concatenate([[0], np.cumsum([len(x) for x in read])]).astype(np.int64)
+    kernel = SlotMap(start, np.concatenate(read).astype(np.int64), np.concatenate(signs), np.arange(count))
+    slots = kernel.apply(e.to_slots(r.spread(entropy.prg(), p.mask_bits)), np.ones(1))
+    return r.forward(r.of_integers(e.to_coefficients(slots), p.ckks.base))
+
+
+async def no_check(*args, **kwargs):
+    """Copies of [M] and switching keys were not checked."""
 
 
 def sample_scale(c, L):

@@ -51,7 +51,7 @@ def test_a_start_from_a_checkpoint_that_a_site_does_not_have(there, start, monke
         assert message.steps == there
 
     async def told(sender, kind):
-        return encrypted_training.Start(*start)
+        return encrypted_training.Start(*start, check=False)
 
     monkeypatch.setattr(encrypted_training.ckks, "context", lambda params: None)
     params = SimpleNamespace(aggregator=HUB, tag=b"tag", ckks=None)
@@ -108,7 +108,7 @@ def test_no_loss_is_opened_before_its_audit(monkeypatch):
     ring = SimpleNamespace(add=lambda x, mask: x)
     encrypted = {"raw": lambda ct: (squares, 1.0), "rerandomise": lambda key, ct, entropy: ct, "pack": bytes}
     context = SimpleNamespace(**encrypted, ring=ring)
-    monkeypatch.setattr(encrypted_validation.collective_refresh, "kernel_mask", lambda *args: None)
+    monkeypatch.setattr(encrypted_validation.collective_refresh, "pad", lambda *args: None)
     monkeypatch.setattr(encrypted_validation, "squares", lambda *args: None)
     monkeypatch.setattr(encrypted_validation.ckks, "context", lambda params: context)
     monkeypatch.setattr(encrypted_validation, "refresh", lambda params: (SimpleNamespace(auditor=A), []))

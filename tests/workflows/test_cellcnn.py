@@ -299,6 +299,18 @@ def test_who_trained_nothing_asks_an_opened_model(tmp_path):
     assert run.results["basel"] == {}
 
 
+def test_inputs_of_single_donors_are_opened_only_with_a_consent_of_its_own():
+    options = {**COMMON, "n_steps": 2, "open_model": True, "per": "donor"}
+    study = plan("train-cellcnn", SITES, timeout=10, options=options)
+    consent = dict.fromkeys(map(Party, SITES), frozenset({"open-model"}))
+    data = {Party(p): a for p, a in sites().items()}
+    run = run_parties(study, dict.fromkeys(study.parties, workflow_part), data, consent=consent)
+    refused = [e for e in run.errors.values() if isinstance(e, RefusedError)]
+    assert refused
+    assert "donor-inputs" in str(refused[0])
+    assert not any(run.results.get(p) for p in SITES)
+
+
 def test_an_outsider_is_answered_by_nobody_if_one_site_does_not_consent(tmp_path):
     study = plan("predict-cellcnn", SITES, timeout=10, options=outside(tmp_path))
     consent = {Party("basel"): frozenset({"outside-query"}), Party("lugano"): frozenset({"open-model"})}

@@ -185,6 +185,6 @@ def test_an_opened_model_comes_with_a_warning():
     parties = {"hub": "coordinator", "a": "site", "b": "site", "c": "site"}
     keys = {"sample_key": "donor", "target_key": "condition"}
     opened = Study("x", "train-cellcnn", parties, parameters={**keys, "open_model": True})
-    assert any("one malicious site can choose an input" in note for note in workflows.warnings_of(opened))
+    assert any("one malicious site can steer the opened weights" in note for note in workflows.warnings_of(opened))
     closed = Study("x", "train-cellcnn", parties, parameters={**keys, "keep": "keys"})
     assert workflows.warnings_of(closed) == []

@@ -66,7 +66,7 @@ def images(n):
     return data
 
 
-TRAINING = {"n_filters": 2, "n_cells": 10, "n_inputs": 8, "batch": 4, "n_steps": 1, "timeout": 300.0}
+TRAINING = {"n_filters": 2, "n_cells": 20, "n_inputs": 8, "batch": 4, "n_steps": 1, "timeout": 300.0}
 XCLP = {"semi_supervised": True, "rounds": 2, "bits": 256, "n_neighbors": 3, "hidden": (4,)}
 OUTCOME = {"model": "logistic", "outcome_key": "condition", "event": "case", "donor_key": "donor", "min_cells": 5}
 OUTCOME |= {"features": ("gene:G0",)}

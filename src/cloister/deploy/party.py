@@ -156,7 +156,7 @@ class Turn:
                 self.link.meet()
             link = StepLink(self.link, part.at) if part.at else self.link
             mailbox = self.mailbox.begin(part.at) if isinstance(self.mailbox, Mailboxes) else self.mailbox
-            endpoint = Endpoint(part, self.kit.me, link, mailbox, Receipt({}), nonce=self.entropy.bytes)
+            endpoint = Endpoint(part.agreement, self.kit.me, link, mailbox, Receipt({}), nonce=self.entropy.bytes)
             endpoint.abort(e)
             endpoint.close()
 

@@ -21,6 +21,7 @@ in which.
       collective_rotation   [MTBH21] section 4.3                         h p
       collective_refresh    [MTBH21] protocol 4; [SAV22] note 4          h p
       collective_range      ours; [BDLN16] random combinations           h
+      equal_copies          ours; [Bal86] cube slicing                   h
       threshold_decrypt     [MTBH21] section 4.4; [LM21]                 h p
       key_switch            [MTBH21] protocol 3                          h
       collective_audit      ours                                         h p

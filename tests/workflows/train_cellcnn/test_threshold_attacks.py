@@ -358,7 +358,7 @@ def test_n2_a_received_gradient_masked_to_one_sample_shows_it_no_longer(trained)
     s, (X, Y) = whole(p.ckks, {i: values(run)[i].keys.secret for i in PARTIES}), data[PARTIES[0]]
     (raw,) = old.gradient_ciphers(c, L, site.model, X[0], Y[0], site.keys, Entropy())
     refresh = training_refreshes.refreshes(p)["gradient"]
-    (new,) = training_state.gradient_ciphers(c, L, site.model, X[0], Y[0], site.keys, refresh, Entropy())
+    (new,), (pad,) = training_state.gradient_ciphers(c, L, site.model, X[0], Y[0], site.keys, refresh, Entropy())
     sample, read = 5, {}
     for name, polys in (("old", raw), ("new", new)):
         ct = one_sample(c, L, c.cipher(polys, p.ckks.scale), sample)
@@ -367,16 +367,16 @@ def test_n2_a_received_gradient_masked_to_one_sample_shows_it_no_longer(trained)
     assert abs(np.corrcoef(read["old"], X[0][sample])[0, 1]) > 0.999
     assert np.abs(read["new"]).min() > 2.0**30 * np.abs(read["old"]).max()
     sums = []
-    for polys in (raw, new):
-        m = c.ring.add_product(polys[0].copy(), polys[1], s)
+    for polys, taken in ((raw, np.zeros_like(pad)), (new, pad)):
+        m = c.ring.subtract(c.ring.add_product(polys[0].copy(), polys[1], s), taken)
         z = slots.embedding(p.ckks.degree).to_slots(c.ring.integers(c.ring.backward(m)))
         sums.append(slots.to_real(refresh.maps[0].apply(z, np.ones(1)), p.ckks.scale))
     assert np.abs(sums[0]).max() > 1e-3
     np.testing.assert_allclose(sums[0], sums[1], atol=1e-12)  # what the refresh takes of it is the same, but for [0]
 
 
-def test_n2_the_mask_of_a_gradient_does_not_cover_a_model_beyond_its_bounds(trained):
-    """Known limit: E grows with the fifth power. At logits of 2^16 a sample is larger than its mask of 46 bits."""
+def test_n2_at_steered_logits_a_mask_of_46_bits_showed_single_samples_and_a_pad_does_not(trained):
+    """E grows with the fifth power. At logits of 2^16, a sample was larger than its mask."""
     p, data, *_, run = trained
     site, c, L = values(run)[PARTIES[0]], ckks.context(p.ckks), p.layout
     s, (X, Y) = whole(p.ckks, {i: values(run)[i].keys.secret for i in PARTIES}), data[PARTIES[0]]
@@ -385,32 +385,40 @@ def test_n2_the_mask_of_a_gradient_does_not_cover_a_model_beyond_its_bounds(trai
         M = np.zeros((p.config.markers, p.config.classes))
         M[0] = size / abs(X[0][sample, 0])
         model = [c.encrypt(site.keys.public, L.model_slots(M, L.groups[0]), p.ckks.top, p.ckks.scale, Entropy())]
-        (new,) = training_state.gradient_ciphers(c, L, model, X[0], Y[0], site.keys, refresh, Entropy())
-        ct = one_sample(c, L, c.cipher(new, p.ckks.scale), sample)
-        z = c.decrypt(s, ct).reshape(L.J, L.R)[: p.config.markers, : L.O * L.I].reshape(-1, L.O, L.I)[:, 0, sample]
-        cosine = abs(z @ X[0][sample]) / np.linalg.norm(z) / np.linalg.norm(X[0][sample])
-        assert (cosine > 0.9999) == seen
+        (before,) = old.gradient_ciphers(c, L, model, X[0], Y[0], site.keys, Entropy())
+        c.ring.add(before[0], old.kernel_mask(refresh.params, refresh.maps[0], Entropy()))
+        (now,), _ = training_state.gradient_ciphers(c, L, model, X[0], Y[0], site.keys, refresh, Entropy())
+        cosines = []
+        for polys in (before, now):
+            ct = one_sample(c, L, c.cipher(polys, p.ckks.scale), sample)
+            z = c.decrypt(s, ct).reshape(L.J, L.R)[: p.config.markers, : L.O * L.I].reshape(-1, L.O, L.I)[:, 0, sample]
+            cosines.append(abs(z @ X[0][sample]) / np.linalg.norm(z) / np.linalg.norm(X[0][sample]))
+        assert (cosines[0] > 0.9999) == seen
+        assert cosines[1] < 0.9999
 
 
-def test_the_mask_of_a_gradient_is_in_the_kernel_and_random_elsewhere():
-    L = params(ring=LARGE).layout
-    refresh = training_refreshes.refreshes(params(ring=LARGE))["gradient"]
-    kernel = slots.random_in_kernel(refresh.maps[0], 0)
-    z = np.random.default_rng(0).normal(size=L.ckks.slots) + 1j * np.random.default_rng(1).normal(size=L.ckks.slots)
-    made = kernel.apply_plain(z)
-    np.testing.assert_allclose(refresh.maps[0].apply_plain(made), 0, atol=1e-12)
-    assert np.count_nonzero(made != z) == CONFIG.markers * CONFIG.classes  # one sample of every sum
-    with pytest.raises(Exception, match="not made of sums"):
-        slots.random_in_kernel(slots.make_map([(0, [0, 1], [1.0, 2.0])], 8), 0)
-    with pytest.raises(Exception, match="more than one sum"):
-        slots.random_in_kernel(slots.make_map([(0, [0, 1], 1.0), (1, [1, 2], 1.0)], 8), 0)
+def test_n2_a_padded_gradient_is_uniform_modulo_every_prime(trained):
+    """Whatever the logits are: not a large mask, but one-time-pad coefficients."""
+    p, data, *_, run = trained
+    site, c, L = values(run)[PARTIES[0]], ckks.context(p.ckks), p.layout
+    s, (X, Y) = whole(p.ckks, {i: values(run)[i].keys.secret for i in PARTIES}), data[PARTIES[0]]
+    refresh = training_refreshes.refreshes(p)["gradient"]
+    (new,), (pad,) = training_state.gradient_ciphers(c, L, site.model, X[0], Y[0], site.keys, refresh, Entropy())
+    m = c.ring.backward(c.ring.add_product(new[0].copy(), new[1], s))
+    for row, q in zip(m, c.primes, strict=False):
+        counts = np.histogram(row.astype(float) / q, bins=16, range=(0, 1))[0]
+        assert np.abs(counts - len(row) / 16).max() < 6 * (len(row) / 16) ** 0.5
+    left = c.ring.subtract(c.ring.forward(m.copy()), pad)
+    assert max(map(abs, c.ring.lift_exact(c.ring.backward(left)))) < 2.0 ** (p.ckks.scale_bits + 6)
+    again = training_state.gradient_ciphers(c, L, site.model, X[0], Y[0], site.keys, refresh, Entropy())[1][0]
+    assert (again != pad).mean() > 0.99
 
 
 @pytest.mark.slow
-def test_n2_a_replayed_gradient_counts_as_a_sum_over_whole_batches(monkeypatch):
-    """The auditor submits the first step's sum as its own gradient of the second: the weights are those of some Z."""
-    data, config = batches(CONFIG), CONFIG
-    stored = []
+@pytest.mark.parametrize("part", ["whole", "one sample"])
+def test_n2_a_replayed_gradient_spoils_the_training_and_shows_nothing(monkeypatch, part):
+    """The auditor submits the first step's sum as its own of the second: it is uniform, and so is the model."""
+    data, stored = batches(CONFIG), []
     received, gradients = encrypted_training.read_ciphers, encrypted_training.gradient_ciphers
 
     def keep(params, got, line, sender):
@@ -421,20 +429,18 @@ def test_n2_a_replayed_gradient_counts_as_a_sum_over_whole_batches(monkeypatch):
 
     def replay(c, L, model, X, Y, keys, refresh, entropy):
         if stored and np.array_equal(X, data[PARTIES[0]][0][1]):
-            return [raw.copy() for raw in stored[0]]
+            cts = [c.cipher(raw, 1.0) for raw in stored[0]]
+            chosen = [one_sample(c, L, ct, 5) for ct in cts] if part == "one sample" else cts
+            return [c.raw(ct)[0] for ct in chosen], []
         return gradients(c, L, model, X, Y, keys, refresh, entropy)
 
     monkeypatch.setattr(encrypted_training, "read_ciphers", keep)
     monkeypatch.setattr(encrypted_training, "gradient_ciphers", replay)
     run = run_protocol(encrypted_training, Case(params(ring=LARGE, open_model=True), data), timeout=120)
-    check_no_errors(run)
-    w, n = cellcnn.initial(config), len(PARTIES)
-    first = [cellcnn.gradient(config, w.M, data[i][0][0], data[i][1][0]) for i in PARTIES]
-    w = cellcnn.update(config, w, np.mean(first, axis=0))
-    second = [cellcnn.gradient(config, w.M, data[i][0][1], data[i][1][1]) for i in PARTIES[1:]]
-    w = cellcnn.update(config, w, (np.sum(first, axis=0) + np.sum(second, axis=0)) / n)
-    for i in (HUB, *PARTIES):
-        np.testing.assert_allclose(values(run)[i].weights.W, w.W, atol=1e-5)
+    assert set(run.errors) == {HUB, *PARTIES}
+    assert run.errors[HUB].code in ("range", "copies", "diverged")
+    opened = {e.name for r in run.receipts.values() for e, _ in r.entries if e.kind == "opened"}
+    assert not any("trained model (part" in name for name in opened)
 
 
 # ---- a querier's abort ----------------------------------------------------------------------------------------------
@@ -470,31 +476,6 @@ def test_weights_that_everybody_knows_have_no_noise_that_a_product_could_show():
     state = training_state.State.initial(params())
     for ct in (*state.model, *state.W, *state.V, *state.archive):
         assert not ct.polys[1].any()
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="open: copies of [M] for different samples are not checked to be equal")
-def test_a_site_that_shifts_the_model_at_one_sample_does_not_read_it_in_the_opened_weights(monkeypatch):
-    """[M] has a copy for every sample. A shift of one copy makes that sample dominate the sum over its batch."""
-    config, sample, sites = dataclasses.replace(CONFIG, markers=8), 5, PARTIES[:2]
-    p, data = encrypted_training.Params(sites, HUB, LARGE, config, open_model=True), batches(config)
-    data[ATTACKER][0][1] = 0  # its own part
-    L, shares, direction = p.layout, collective_refresh.shares, np.random.default_rng(8).normal(size=(8, 1)) * [1, -1]
-
-    def deviating(ch, params, secret, maps, c1s, zero, entropy):
-        hs, gs = shares(ch, params, secret, maps, c1s, zero, entropy)
-        if ch.me == ATTACKER and ch.scope.endswith("/0/product"):
-            c, table = ckks.context(params.ckks), np.zeros((L.J, L.O, L.I))
-            table[:8, :2, sample] = 120 * direction / np.abs(direction).max()
-            c.ring.add(gs[0], c.encode(L.spread(table), len(gs[0]), params.ckks.scale).residues)
-        return hs, gs
-
-    monkeypatch.setattr(collective_refresh, "shares", deviating)
-    run = run_protocol(encrypted_training, Case(p, {i: data[i] for i in sites}), timeout=120)
-    check_no_errors(run)  # the norm is small, and the last model is in range
-    change = values(run)[ATTACKER].weights.W - cellcnn.initial(config).W
-    x, read = data[sites[0]][0][1][sample], np.linalg.svd(change)[0][:, 0]
-    assert abs(read @ x) / np.linalg.norm(x) < 0.95  # 0.9998
 
 
 def test_many_opened_numbers_are_refused():

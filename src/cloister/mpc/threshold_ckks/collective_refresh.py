@@ -6,15 +6,16 @@ audits; the second, m, masks with M_mj uniform modulo the base primes, the other
 
     L1  i → i'  k_ii'                    for i before i'; ζ_ij are made of them, and add up to zero over the holders
     L2  S → i   c1_j                     for every input; v has made them itself
-    L3  i → S   h_ij = c1_j·s_i + e - M_ij + ζ_ij     modulo the base primes
+    L3  i → S   h_ij = c1_j·s_i + e - M_ij - K_ij + ζ_ij   modulo the base primes; K_ij: a pad, or 0
                 g_il = -a_l·s_i + e' + f_l(M_i + ε_i) modulo the output's primes; ε_i = 0, or a flood
     L4  S       x_j = c0_j + Σ_i h_ij = m_j - Σ_i M_ij    as integers
                 output l = (f_l(x) + Σ_i g_il, a_l)       which encrypts f_l(m)
         S → v   x_j and the first polynomials of the outputs
         i       `collective_audit`: Σ_i h_ij = x_j - c0_j, Σ_i g_il = output l - f_l(x), and everyone had v's c1_j
 
-An input that sums are taken of, [z] of one owner, carries a mask of its owner's that f sends to zero: `kernel_mask`. So
-nobody but the owner holds a ciphertext that depends on anything of z but f(z).
+A holder that owns a part of an input, [z_i], adds a pad K_i to it before anybody receives it: a polynomial that is
+uniform modulo the base primes. Its own h takes the pad off again, and only the sum of all h is of any use. So whoever
+holds [z_i + K_i] has a ciphertext whose plaintext is uniform, whatever z_i is, and f(z) is all that comes of it.
 
 f is computed in integers of 256 bits on both sides (`slots`), and brings every output to the scale Δ. With floods, the
 outputs keep nothing of the noise that the inputs had gathered: it is hidden behind Σ ε_i, once and for all.
@@ -49,9 +50,8 @@ uniform mask, the pairwise ones and the audit are ours.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +63,7 @@ from cloister.mpc.crypto.ckks import scheme as ckks
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.prg import Prg
 from cloister.mpc.crypto.rns.ring import Residues
-from cloister.mpc.crypto.rns.slots import SlotMap, Words, embedding, random_in_kernel
+from cloister.mpc.crypto.rns.slots import SlotMap, Words, embedding
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
 from cloister.mpc.parties import Party
@@ -106,11 +106,8 @@ class Params(Collective):  # public
 
     @property
     def wrap_bits(self) -> float:
-        """-log2 of the probability that a coefficient wraps: what is under the uniform mask, against the modulus.
-
-        Every holder brings a mask, and a `kernel_mask` whose Euclidean norm is up to √2 of it.
-        """
-        return self.ckks.base * (self.ckks.base_bits - 1e-6) - self.mask_bits - math.log2(3 * len(self.holders)) / 2
+        """-log2 of the probability that a coefficient wraps: what is under the uniform mask, against the modulus."""
+        return self.ckks.base * (self.ckks.base_bits - 1e-6) - self.mask_bits - math.log2(len(self.holders)) / 2
 
 
 @message("L1")
@@ -193,21 +190,9 @@ def integers(params: Params, x: Residues) -> Words:
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
 
-def kernel_mask(params: Params, maps: Sequence[SlotMap], at: int, entropy: Entropy) -> Residues:
-    """A random polynomial for the owner of a part of the at-th input, which the at-th output's map sends to zero.
-
-    It hides everything in that input but the map's sums to 2^-40, as a refresh's mask would: given the sums, the input
-    plus this mask is the same random polynomial whatever the input is, but for a shift of its source by the input.
-    """
-    r, e = ckks.context(params.ckks).ring, embedding(params.ckks.degree)
-    drawn = e.to_slots(r.spread(entropy.prg(), params.mask_bits))
-    slots = _kernel(maps[at], at).apply(drawn, np.ones(1))
-    return r.forward(r.of_integers(e.to_coefficients(slots), params.ckks.base))
-
-
-@functools.lru_cache(maxsize=16)
-def _kernel(m: SlotMap, at: int) -> SlotMap:
-    return random_in_kernel(m, at)
+def pad(params: Params, entropy: Entropy) -> Residues:
+    """A uniform polynomial for the owner of a part of an input: added to its ciphertext, and taken off by its share."""
+    return ckks.context(params.ckks).ring.uniform(entropy.prg(), params.ckks.base)
 
 
 # ---- masks that add up to zero ---------------------------------------------------------------------------------------
@@ -268,8 +253,14 @@ async def contribute(
     book: AuditLog,
     *,
     entropy: Entropy,
+    pads: Sequence[Residues] = (),
+    requested: Callable[[], None] | None = None,
 ) -> list[ckks.Cipher] | None:
-    """The same without the audit, which the caller owes the book before anything is opened."""
+    """The same without the audit, which the caller owes the book before anything is opened.
+
+    `pads` are those that this holder added to its parts of the inputs, one for every input; none without. `requested`
+    is called once the inputs are there, before this holder makes its share of them.
+    """
     check_maps(params, maps)
     c, S = ckks.context(params.ckks), params.aggregator
     zero = ZeroShares(params.ckks, ch.me, await pair_keys(ch, params.holders, entropy))  # L1
@@ -283,7 +274,12 @@ async def contribute(
             raise ProtocolAbort(NAME, "L2", "malformed", f"{len(second)} ciphertexts, expected {len(params.scales)}")
     book.heard(*second)
     c1s = [read(c, c1, params.ckks.base, NAME, "L2", S) for c1 in second]
+    if requested is not None:
+        requested()
     hs, gs = shares(ch, params, secret, maps, c1s, zero, entropy)
+    if pads:
+        for h, own in zip(hs, pads, strict=True):
+            c.ring.subtract(h, own)
     book.sent(*hs, *gs)
     await ch.send(S, Share(tuple(map(c.pack, hs)), tuple(map(c.pack, gs))))  # L3
     if raws is None:

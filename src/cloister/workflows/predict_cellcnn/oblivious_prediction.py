@@ -2,10 +2,10 @@
 
 The querier encrypts nothing: what it might encrypt instead of samples would have the others decrypt it. Two parties p,
 the maskers, bring encrypted random numbers that only they and the querier know, and the querier says in the clear how
-its samples differ from them. X is on a grid, |X| ≤ 8; r_p of a masker uniform on it within ±1024:
+its samples differ from them. X is on a grid, |X| ≤ 8; r_p of a masker is a sum of three uniform numbers, ±3·2^11:
 
-    L1  p → q   ρ_p                 a seed of 256 candidates r_p for every entry, together with q's nonce
-    L2  q → all nonce, k, d = X - Σ_p r_p    for every entry the first candidate k at which all |X - r_p| ≤ 1016
+    L1  p → q   ρ_p                 a seed of r_p for every entry, together with q's nonce
+    L2  q → all nonce, d = X - Σ_p r_p
     L3  p → S   [r_p]               per chunk of samples
     L4  S → i   Σ_p [r_p]
         i       `collective_audit` of the sum
@@ -15,8 +15,8 @@ its samples differ from them. X is on a grid, |X| ≤ 8; r_p of a masker uniform
 
 A querier from outside trained nothing and holds neither a share of the key nor the encrypted model.
 
-Given the candidate, X - r_p is uniform within ±1016 whatever X is, and the number of rejected candidates is independent
-of X for everybody who does not know r_p. A masker knows its own r_p: see Reveals.
+A masker sees X behind the other masker's r alone, whose density has no steps. Two queries whose entries differ by δ
+(Euclidean, all together) look alike to it but for 1.1·δ / 2^12 in total variation, over all runs together.
 
 A ciphertext has room for many more samples than the parties agreed on. Maskers and sites put zero into the places
 beyond `donors`, so a querier gets that many answers and no more. Every site charges them to the querier's account
@@ -30,13 +30,14 @@ querier : U = X·M for up to `donors` samples of its choice, which need not be r
 aggregator, holder : `donors`, the agreed number. Not the samples, not the answer, not the model. Both maskers together
     see the samples: the first two other sites, or, with two sites of which one is the querier, the other site and the
     aggregator.
-masker : in addition, that |X - r_p| ≤ 1016 at the chosen candidate. With |X| ≤ 8 this excludes a part of the values of
-    one entry in 128 per run, and determines its sign in about one of 2,500 for values of deviation 1.
+masker : in addition, X minus the other masker's r, between ±6,144. It tells two queries of 20 donors and 38 markers
+    apart with an advantage of 0.008 in one run, if all entries differ by 1. It excludes a value of an entry with
+    probability (X / 2^12)³ / 6.
 
 Assumes
 -------
 As `encrypted_training`, whose keys, auditor and [M] it uses. Any one party may lie. Whatever the querier says at L2,
-[X] is an encryption that others made, of numbers below 4096. [M] passed `collective_range` at every holder that
+[X] is an encryption that others made, of numbers below 24,584. [M] passed `collective_range` at every holder that
 answers; the scale of [X] is so large that its noise stays below the flood for every [M] that may pass. A masker or a
 site that deviates shifts the querier's answer without learning it: logits beyond ±64 are clipped, so the querier goes
 on whatever they are. Evaluation is deterministic, so all sites get the same [U], and an outsider notices a site that
@@ -44,14 +45,12 @@ sends something else.
 
 Cost
 ----
-Querier: 32 bytes and 9 for every entry to everyone. Masker: one ciphertext up per chunk of I samples. Per site, chunk
+Querier: 32 bytes and 8 for every entry to everyone. Masker: one ciphertext up per chunk of I samples. Per site, chunk
 and class group: one product, log2(markers) rotations, one key-switch share.
 
 References
 ----------
-[SAV22] Sav et al., PriCell, Patterns 2022, oblivious inference. Rejection as in [Lyu09] Lyubashevsky, Asiacrypt 2009.
-    Lines
-numbered here.
+[SAV22] Sav et al., PriCell, Patterns 2022, oblivious inference. Lines numbered here.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.arrays import F64, I64, U8, U64
+from cloister.arrays import F64, I64, U64
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import cellcnn
 from cloister.mpc.crypto.ckks import scheme as ckks
@@ -82,8 +81,9 @@ from cloister.workflows.train_cellcnn.level_schedule import QUERY
 from cloister.workflows.train_cellcnn.training_keys import Keys
 
 NAME = "oblivious_prediction"
-LARGEST_X, LARGEST_R, CANDIDATES = 8, 1024, 256
-LARGEST_SHIFT = LARGEST_R - LARGEST_X  # of |X - r_p| at the chosen candidate
+LARGEST_X = 8
+WIDTH_BITS = 12  # of each of the three uniform numbers of a mask
+LARGEST_R = 3 << (WIDTH_BITS - 1)
 LARGEST_LOGIT = 64.0
 
 
@@ -141,7 +141,6 @@ class Seed:  # p → q
 @message("L2")
 class Query:  # q → all
     nonce: bytes
-    k: U8  # (donors, m)
     d: I64  # (donors, m), on the grid
 
 
@@ -187,7 +186,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     size, entries, told = 2 * c.packed(one), int(np.prod(params.entries)), n + params.outside
     parts: list[dict[Party, tuple[int, int]]] = [
         dict.fromkeys(params.holders, (0, 0))
-        | {params.aggregator: (k * n, k * n * size), params.querier: (told, told * (32 + 9 * entries))}
+        | {params.aggregator: (k * n, k * n * size), params.querier: (told, told * (32 + 8 * entries))}
     ]
     parts += [
         {p: (1 + (k if p != params.aggregator else 0), 32 + (k * size if p != params.aggregator else 0))}
@@ -237,49 +236,25 @@ def check_samples(params: Params, X: F64) -> None:
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
-class Candidates:
-    """r_p of one masker, candidate after candidate."""
-
-    def __init__(self, params: Params, seed: bytes, nonce: bytes) -> None:
-        key = hashlib.sha256(b"cloister/oblivious_prediction/" + seed + nonce)  # so that no masker chooses its r_p
-        self._shape, self._prg = params.entries, Prg(key.digest())
-
-    def draw(self) -> I64:
-        span = (2 * LARGEST_R << GRID) + 1
-        drawn = self._prg.below(span, self._shape).astype(np.int64)
-        return np.asarray(drawn - (LARGEST_R << GRID), np.int64)
+def drawn(params: Params, seed: bytes, nonce: bytes) -> I64:
+    """r_p of one masker, on the grid; the querier's nonce is in it, so that no masker chooses its r_p."""
+    prg = Prg(hashlib.sha256(b"cloister/oblivious_prediction/" + seed + nonce).digest())
+    parts = [prg.below(1 << (WIDTH_BITS + GRID), params.entries).astype(np.int64) for _ in range(3)]
+    return np.asarray(sum(parts) - (LARGEST_R << GRID), np.int64)
 
 
 def masked(params: Params, X: F64, seeds: Mapping[Party, bytes], nonce: bytes) -> Query:
-    """L2: for every entry the first candidates that X - r_p does not tell from others, and d."""
+    """L2: d of every entry."""
     x = np.zeros(params.entries)
     x[: len(X)] = X
     grid = np.rint(np.ldexp(x, GRID)).astype(np.int64)
-    k, d = np.zeros(params.entries, np.uint8), np.zeros(params.entries, np.int64)
-    left, streams = np.ones(params.entries, bool), [Candidates(params, s, nonce) for s in seeds.values()]
-    for candidate in range(CANDIDATES):
-        drawn = [s.draw() for s in streams]
-        fits = left & np.all([np.abs(grid - r) <= LARGEST_SHIFT << GRID for r in drawn], axis=0)
-        k[fits], d[fits] = candidate, (grid - sum(drawn))[fits]
-        left &= ~fits
-        if not left.any():
-            return Query(nonce, k, d)
-    raise ProtocolAbort(NAME, "L2", "masks", "no candidate suited; start a new run")
-
-
-def chosen(params: Params, seed: bytes, query: Query) -> I64:
-    """The masker's own r_p at the candidates that were chosen."""
-    stream, places = Candidates(params, seed, query.nonce), np.zeros(params.entries, np.int64)
-    for candidate in range(int(query.k.max()) + 1):
-        drawn = stream.draw()
-        places[query.k == candidate] = drawn[query.k == candidate]
-    return places
+    return Query(nonce, grid - sum(drawn(params, seed, nonce) for seed in seeds.values()))
 
 
 def check_query(params: Params, query: Query) -> Query:
     if len(query.nonce) != 32:
         raise ProtocolAbort(NAME, "L2", "malformed", f"'{params.querier}' sent no nonce of 32 bytes")
-    most = (LARGEST_SHIFT + LARGEST_R) << GRID
+    most = (LARGEST_X + 2 * LARGEST_R) << GRID
     if query.d.max() > most or query.d.min() < -most:  # not by np.abs: that of -2^63 is negative
         raise ProtocolAbort(NAME, "L2", "range", f"'{params.querier}' queries numbers that no sample has")
     return query
@@ -291,11 +266,11 @@ async def mask(ch: Channel, params: Params, trained: Trained, entropy: Entropy) 
     seed = entropy.bytes(32)
     if ch.me in params.maskers:
         await ch.send(q, Seed(seed))  # L1
-    query = check_query(params, await ch.recv_broadcast(q, Query, k=params.entries, d=params.entries))  # L2
+    query = check_query(params, await ch.recv_broadcast(q, Query, d=params.entries))  # L2
     if ch.me not in params.maskers:
         return query, []
     masked = []
-    for part in params.parts(np.ldexp(chosen(params, seed, query).astype(np.float64), -GRID)):
+    for part in params.parts(np.ldexp(drawn(params, seed, query.nonce).astype(np.float64), -GRID)):
         masked.append(
             c.raw(c.encrypt(trained.keys.public, L.input_slots(part), L.ladder.query, sample_scale(params), entropy))[0]
         )

@@ -37,7 +37,7 @@ from cloister.study import Party
 from cloister.workflows.train_cellcnn.level_schedule import PRODUCT, QUERY, Ladder, chain
 
 VALUE_BITS = 6  # every slot that is refreshed stays below 64 in absolute value
-QUERY_BOUND = 4096.0  # no entry of an encrypted query is larger, whatever the querier does (`oblivious_prediction`)
+QUERY_BOUND = 24584.0  # no entry of an encrypted query is larger, whatever the querier does (`oblivious_prediction`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,21 +10,23 @@ the auditor: it does S's work again, from what S hands it, and vouches for it to
 
 and per step, [·] encrypted under the collective key, slots and maps as in `cellcnn_circuit`:
 
-    L3  i → S   [Z_i] = [XᵀE + K_i] + [0]   from [M], a batch X and its labels, in the clear at i only; [0] is fresh,
-                                            K_i random with sum zero over the samples of the batch
-    L4  S → v   Σ [Z_i]
-        all     refresh (Σ [Z_i]) → [Z], summed over samples and averaged
+    L3  i → S   [Z_i + K_i] = [XᵀE + K_i] + [0]   from [M], a batch X and its labels, in the clear at i only; [0] is
+                                            fresh, K_i a uniform pad, which only i's share of the refresh takes off
+    L4  S → v   Σ [Z_i + K_i]
+        all     refresh (Σ [Z_i + K_i]) → [Z], summed over samples and averaged
         S, v    [Z ⊙ W], [Z ⊙ V]
         all     refresh (these, [A]) → [A'], [W'], [V']     gradient, momentum and update are linear
         S, v    [W' ⊙ V']
         all     refresh → [M']               after the last step with floods: [M'] is sealed
     L5  S → i   [M']
         i       `collective_audit` of the sums, the refreshes and [M'], before anybody uses it
-        all     every `validate_every` steps: `encrypted_validation` → one number to all
+        all     every `validate_every` steps: `training_check` of all [M'] since the last one (L6), then
+                `encrypted_validation` → one number to all
 
 and at the end:
 
-        all     `collective_range` of [M'], public and relinearisation key, before what depends on them is opened
+        all     `training_check` of all [M'] since the last one: the copies for all samples are equal, and switching
+                keys are right; `collective_range` of [M'], public and relinearisation key
         all     only if all agreed to open the model: the norm of W and V is opened, and no more if it is beyond 64
         all     refresh ([A]) → W and V, several times; `threshold_decrypt` → all sites and S (`training_opening`)
 
@@ -37,13 +39,12 @@ aggregator, holder : nothing about data, labels, gradients or the model beyond `
 malicious aggregator : no more: every share it gets is masked uniformly, whatever it requests (`collective_refresh`),
     and what it hands out is audited before it is used or opened.
 one malicious site : it can steer the model in every step, by its gradient and by its shares of every refresh, and the
-    copies of [M] for single samples apart. What is opened then can show one input (a mean of n_cells cells) of each
-    other site, and up to `filters` of them if the model is opened. The noise of at most `Layout.functionals`
-    combinations of earlier ciphertexts may show in what is opened: a few hundred equations in a key of 32,768 unknowns.
-    See docs/security/encrypted_training.md.
+    same for all samples. What is opened then depends on sums over the whole batch of each other site in each step. The
+    noise of at most `Layout.functionals` combinations of earlier ciphertexts may show in what is opened: a few hundred
+    equations in a key of 32,768 unknowns. See docs/security/encrypted_training.md.
 A training that diverges shows that it did: before the start where a site's own data would diverge (it stops then, and
-    the others see who); at the end in the two numbers of `collective_range`; and in one number where validation or the
-    norm are opened, and no weight is.
+    the others see who); before an opening in the numbers of `collective_range` and `equal_copies`; and in one number
+    where validation or the norm are opened, and no weight is.
 
 Assumes
 -------
@@ -75,7 +76,7 @@ from cloister.models import cellcnn
 from cloister.mpc.crypto.ckks import scheme as ckks
 from cloister.mpc.crypto.ckks.parameters import MASKED, OPENINGS
 from cloister.mpc.crypto.entropy import Entropy
-from cloister.mpc.crypto.rns.ring import SECURE_BITS
+from cloister.mpc.crypto.rns.ring import SECURE_BITS, Residues
 from cloister.mpc.net import wire
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
@@ -83,9 +84,10 @@ from cloister.mpc.threshold_ckks import collective_audit, collective_range, coll
 from cloister.mpc.threshold_ckks.collective_audit import AuditLog, Collective
 from cloister.mpc.threshold_ckks.collective_key import added, read
 from cloister.study import Party
-from cloister.workflows.train_cellcnn import encrypted_validation
+from cloister.workflows.train_cellcnn import encrypted_validation, training_check
 from cloister.workflows.train_cellcnn.cellcnn_circuit import Layout
 from cloister.workflows.train_cellcnn.key_store import KeyStore
+from cloister.workflows.train_cellcnn.training_check import Made, Weighing, check_at_aggregator, check_at_site
 from cloister.workflows.train_cellcnn.training_keys import Keys, key_costs, load_keys, make_keys, relinearised_zero
 from cloister.workflows.train_cellcnn.training_opening import norm_params, open_at_aggregator, open_at_site, part_params
 from cloister.workflows.train_cellcnn.training_refreshes import STAGES, refreshes
@@ -111,11 +113,13 @@ class Params(Collective):  # public
         if self.validate_every:
             self.validation  # noqa: B018 - raises where it does not fit
         masked = self.config.steps * (4 * len(L.groups) + L.archives + (1 if self.validate_every else 0))
-        opened = 1 + (self.config.steps // self.validate_every if self.validate_every else 0)
+        opened = 1 + (2 * (self.config.steps // self.validate_every) if self.validate_every else 0)  # each is checked
         if self.open_model:
             masked, opened = masked + 1 + len(L.groups) + L.openings, opened + 1 + L.openings
             norm_params(self)  # raises where it does not fit
             check_functionals(L)
+        if (self.open_model or self.validate_every) and training_check.copies(self).tolerance > self.ckks.scale / 8:
+            raise ParameterError("copies of the model could not be compared to 1/8 on this ring; use a larger scale")
         if masked > MASKED or opened > OPENINGS:
             raise ParameterError(
                 f"{self.config.steps} steps refresh {masked} polynomials and open {opened}; masks and floods hide"
@@ -172,6 +176,7 @@ class Ready:  # i → S
 class Start:  # S → i
     step: int
     resumed: bool
+    check: bool  # whether the check of that step was begun, and is to be finished first
 
 
 @message("L3")
@@ -224,7 +229,8 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     step.append(dict.fromkeys(params.holders, (1, sums)))
     step.append({params.aggregator: (1 + n - 1, sums + (n - 1) * G * c.packed(P.top))})
     step.append(collective_audit.cost(params.audit, P.top))
-    parts += [*step * steps, collective_range.cost(params.range)]
+    checks = 1 + (steps // params.validate_every if params.validate_every else 0)
+    parts += [*step * steps, *[training_check.cost(params)] * checks, collective_range.cost(params.range)]
     if params.open_model:
         parts += [collective_refresh.cost(todo[name].params) for name in ("norm", "opening")]
         parts.append(threshold_decrypt.cost(norm_params(params)))
@@ -300,27 +306,33 @@ async def holder(
         if held is None:
             raise DataError("validation needs held-out inputs; hold some out, or agree on validate_every=0")
         encrypted_validation.check_samples(params.validation, *held)
-    keys, step = await begin(ch, params, store, entropy)
-    site = Site(ch, params, keys, entropy, State.after(step, params, store))
+    keys, start = await begin(ch, params, store, entropy)
+    step = start.step
+    site = Site(ch, params, keys, entropy, State.after(step, params, store), store)
+    site.made = Made.from_bytes(store.get_extra(params.tag, step) if store is not None and step else b"")
     losses = Losses(params, store, step)
 
     async def validate(step: int, *, resumed: bool = False) -> None:
         if losses.due(step, resumed=resumed) and held is not None:
+            await site.check(f"{step - 1}/check")
             sub, model = ch.sub(f"{step - 1}/validation"), site.state.model[0]
             found = await encrypted_validation.holder(
                 sub, params.validation, model, keys, *held, entropy=entropy, consent=consent
             )
             losses.put(step, found)
 
+    if start.check:
+        await site.check("resumed/check")
     await validate(step, resumed=True)
     while losses.go_on(step):
         ch.step(f"step {step + 1} of {params.config.steps}: gradient", protocol=NAME, line="L3")
         await site.train(step, X[step], Y[step])
         step += 1
-        site.state.keep(step, params, store, model_only=not site.audits)
+        site.state.keep(step, params, store, check=({}, site.made.to_bytes()), model_only=not site.audits)
         await validate(step)
+    await site.check("check")
     await site.check_range()
-    site.state.keep(step, params, store, model_only=not site.audits, checked=True)
+    site.state.keep(step, params, store, check=({}, b""), model_only=not site.audits, checked=True)
     done = Trained(params, keys, site.state.model, losses=losses.found, step=step, checked=True)
     if params.open_model:
         state = site.state if site.audits else None
@@ -328,46 +340,60 @@ async def holder(
     return done
 
 
-async def begin(ch: Channel, params: Params, store: KeyStore | None, entropy: Entropy) -> tuple[Keys, int]:
+async def begin(ch: Channel, params: Params, store: KeyStore | None, entropy: Entropy) -> tuple[Keys, Start]:
     """L1, L2: keys, and after which step to go on."""
     S = params.aggregator
     steps = resumable(params, store)
     await ch.send(S, Ready(store.name if steps and store is not None else b"", steps))  # L1
     start = await ch.recv_broadcast(S, Start)  # L2
     if not start.resumed and start.step == 0:
-        return await make_keys(ch, params, entropy, ckks.Secret.draw(params.ckks, entropy), store), 0
+        return await make_keys(ch, params, entropy, ckks.Secret.draw(params.ckks, entropy), store), start
     if store is None or not start.resumed or start.step not in steps:
         raise ProtocolAbort(
             NAME, "L2", "checkpoint", "requested to resume from a checkpoint that this site does not have"
         )
-    return load_keys(params, store, site=True), start.step
+    return load_keys(params, store, site=True), start
 
 
 def resumable(params: Params, store: KeyStore | None) -> tuple[int, ...]:
     """After which steps this party would go on.
 
     Not before a state whose model passed its range check: weights of one training are opened under one key, and what
-    another last step would open would be more functionals of the same key's noise.
+    another last step would open would be more functionals of the same key's noise. Nor before one whose seed S has
+    sent: a site that knows the weights of earlier steps could shift a repeated step to balance them. Nor, at a site,
+    before one whose model it gave a gradient of (`Site.no_way_back`).
     """
     steps = store.steps(params.tag) if store is not None and store.name else ()
-    if steps and store is not None and CHECKED in store.get_state(ckks.context(params.ckks), params.tag, steps[0]):
-        return steps[:1]
+    if steps and store is not None:
+        last = store.get_state(ckks.context(params.ckks), params.tag, steps[0])
+        if CHECKED in last or training_check.REVEALED in last:
+            return steps[:1]
     return steps
 
 
 class Site:
     """One site's part in the steps; the auditor's does the aggregator's work again."""
 
-    def __init__(self, ch: Channel, params: Params, keys: Keys, entropy: Entropy, state: State) -> None:
+    def __init__(
+        self,
+        ch: Channel,
+        params: Params,
+        keys: Keys,
+        entropy: Entropy,
+        state: State,
+        store: KeyStore | None = None,
+    ) -> None:
         self.ch, self.params, self.keys, self.entropy, self.state = ch, params, keys, entropy, state
+        self.store = store
         self.c, self.todo, self.book = ckks.context(params.ckks), refreshes(params), AuditLog()
         self.audits = ch.me == params.auditor
+        self.made = Made()
 
     async def train(self, t: int, X: F64, Y: F64) -> None:
         """One step: my gradient, three refreshes, the audit of all of it."""
         c, P, S, relin = self.c, self.params.ckks, self.params.aggregator, self.keys.relin
         L, to = self.params.layout, self.todo["gradient"]
-        mine = gradient_ciphers(c, L, self.state.model, X, Y, self.keys, to, self.entropy)
+        mine, pads = gradient_ciphers(c, L, self.state.model, X, Y, self.keys, to, self.entropy)
         c0, c1 = (tuple(c.pack(raw[part]) for raw in mine) for part in (0, 1))
         await self.ch.send(S, Gradient(c0, c1))  # L3
         self.book.sent(*(p for raw in mine for p in raw))
@@ -375,30 +401,53 @@ class Site:
         if self.audits:
             sums = read_ciphers(self.params, await self.ch.recv(S, Summed), "L4", S)  # L4
             self.book.total(*(p for raw in sums for p in raw))
-            Z = await self.refresh(self.ch.sub(f"{t}/gradient"), "gradient", [c.cipher(x, P.scale) for x in sums])
+            cts = [c.cipher(x, P.scale) for x in sums]
+            Z = await self.refresh(self.ch.sub(f"{t}/gradient"), "gradient", cts, pads, t)
             new = await self.refresh(self.ch.sub(f"{t}/update"), "update", self.state.products(c, Z, relin))
             self.state = self.state.updated(new)
             self.state.model = await self.refresh(last, stage, self.state.factors(c, relin))
             c0_parts = tuple(c.pack(c.raw(ct)[0][0]) for ct in self.state.model)
         else:
             for name in STAGES[:-1]:
-                await self.refresh(self.ch.sub(f"{t}/{name}"), name, None)
+                await self.refresh(self.ch.sub(f"{t}/{name}"), name, None, pads if name == "gradient" else [], t)
             await self.refresh(last, stage, None)
             c0_parts = (await self.ch.recv(S, NewModel)).c0  # L5
             self.state.model = self.new_model(last, c0_parts)
         self.book.heard(*c0_parts)
         await collective_audit.holder(self.ch.sub(f"{t}/audit"), self.params.audit, self.book, entropy=self.entropy)
+        self.made.runs.append(last.run_id)
 
-    async def refresh(self, ch: Channel, name: str, cts: list[ckks.Cipher] | None) -> list[ckks.Cipher]:
-        r = self.todo[name]
+    async def refresh(
+        self, ch: Channel, name: str, cts: list[ckks.Cipher] | None, pads: Sequence[Residues] = (), step: int = 0
+    ) -> list[ckks.Cipher]:
+        r, book, secret = self.todo[name], self.book, self.keys.share
+
+        def requested() -> None:
+            if name == "gradient":
+                self.no_way_back(step)
+
         outputs = await collective_refresh.contribute(
-            ch, r.params, self.keys.share, r.maps, cts, self.book, entropy=self.entropy
+            ch, r.params, secret, r.maps, cts, book, entropy=self.entropy, pads=pads, requested=requested
         )
         return outputs or []
 
-    async def check_range(self) -> None:
-        """After the last step: [M] is in range, before anything that depends on it is opened."""
+    def no_way_back(self, step: int) -> None:
+        """Before the gradient of a step is refreshed: the model that it was made of stays as it is.
+
+        From the state before, the step that made this model could run again, with a shift below every tolerance, and
+        the auditor could subtract the two gradients of the same batch. All parties have stored this state by now.
+        """
+        if self.store is not None:
+            self.store.forget_before(self.params.tag, step)
+
+    async def check(self, label: str) -> None:
+        """All [M] since the last check are alike for all samples, before anything that depends on them is opened."""
         self.keys.spend(1)
+        sub, model = self.ch.sub(label), self.state.model
+        await check_at_site(sub, self.params, self.keys, model, self.made, entropy=self.entropy)
+
+    async def check_range(self) -> None:
+        """After the last step and `check`, which counted both: [M] is in range."""
         second = [ct.polys[1] for ct in range_ciphers(self.params, self.keys, self.state.model)]
         await collective_range.holder(
             self.ch.sub("range"), self.params.range, self.keys.share, self.keys.public, second, entropy=self.entropy
@@ -416,18 +465,28 @@ class Site:
 async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None, *, entropy: Entropy) -> Trained:
     """S's part."""
     c, todo = ckks.context(params.ckks), refreshes(params)
-    keys, step = await begin_all(ch, params, store, entropy)
+    weighing = Weighing(params, entropy)
+    keys, step = await begin_all(ch, params, store, weighing, entropy)
     state, losses = State.after(step, params, store), Losses(params, store, step)
 
     async def refresh(label: str, name: str, cts: list[ckks.Cipher]) -> list[ckks.Cipher]:
         return await collective_refresh.aggregator(ch.sub(label), todo[name].params, cts, todo[name].maps)
 
+    async def check(label: str, step: int) -> None:
+        weighing.revealed = True
+        if step:
+            state.keep(step, params, store, check=weighing.state())
+        await check_at_aggregator(ch.sub(label), params, keys, state.model, weighing, entropy=entropy)
+
     async def validate(step: int, *, resumed: bool = False) -> None:
         if losses.due(step, resumed=resumed):
+            await check(f"{step - 1}/check", step)
             sub = ch.sub(f"{step - 1}/validation")
             losses.put(step, loss := await encrypted_validation.aggregator(sub, params.validation))
             ch.step(f"step {step}: squared error {loss:.4f} on held-out inputs", protocol=NAME, line="L5")
 
+    if weighing.revealed:
+        await check("resumed/check", step)
     await validate(step, resumed=True)
     while losses.go_on(step):
         ch.step(f"step {step + 1} of {params.config.steps}: refreshes", protocol=NAME, line="L4")
@@ -436,18 +495,22 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
         state.model = await refresh(f"{step}/product", params.last_stage(step), state.factors(c, keys.relin))
         await ch.scatter(params.holders[1:], NewModel(tuple(c.pack(c.raw(ct)[0][0]) for ct in state.model)))  # L5
         step += 1
-        state.keep(step, params, store)
+        weighing.add(state.model)
+        state.keep(step, params, store, check=weighing.state())
         await validate(step)
+    await check("check", step)
     cts = range_ciphers(params, keys, state.model)
     await collective_range.aggregator(ch.sub("range"), params.range, keys.public, cts)
-    state.keep(step, params, store, checked=True)
+    state.keep(step, params, store, check=weighing.state(), checked=True)
     done = Trained(params, keys, state.model, losses=losses.found, step=step, checked=True)
     if params.open_model:
         done.weights = await open_at_aggregator(ch, params, keys, state)
     return done
 
 
-async def begin_all(ch: Channel, params: Params, store: KeyStore | None, entropy: Entropy) -> tuple[Keys, int]:
+async def begin_all(
+    ch: Channel, params: Params, store: KeyStore | None, weighing: Weighing, entropy: Entropy
+) -> tuple[Keys, int]:
     """L1, L2 at S: go on from the last step that everyone has, if all hold the same keys."""
     ready = (await ch.gather(params.holders, Ready)).values()  # L1
     common = set(resumable(params, store))
@@ -457,9 +520,12 @@ async def begin_all(ch: Channel, params: Params, store: KeyStore | None, entropy
     else:
         common = set()
     if common and store is not None:
-        await ch.broadcast(params.holders, Start(max(common), resumed=True))  # L2
-        return load_keys(params, store, site=False), max(common)
-    await ch.broadcast(params.holders, Start(0, resumed=False))  # L2
+        step = max(common)
+        kept = store.get_state(ckks.context(params.ckks), params.tag, step)
+        weighing.load(kept, store.get_extra(params.tag, step))
+        await ch.broadcast(params.holders, Start(step, resumed=True, check=weighing.revealed))  # L2
+        return load_keys(params, store, site=False), step
+    await ch.broadcast(params.holders, Start(0, resumed=False, check=False))  # L2
     return await make_keys(ch, params, entropy, None, store), 0
 
 

@@ -4,9 +4,9 @@ Whether a class is right is no polynomial; the squared error of the fitted sigmo
 and scales as in `cellcnn_circuit` and `cellcnn_ladder`:
 
     L1  i → S   [S'² + K_i] + [0],  S' = U³ + (a1/a3)·U + (a0 - Y)/a3     from [M], held-out inputs X and labels Y;
-                                    [0] is fresh, K_i random with sum zero over inputs and classes
-    L2  S → v   Σ_i [S'²]
-        all     refresh (Σ_i [S'²]) → [loss], a3² times the mean over sites, inputs and classes, at every slot
+                                    [0] is fresh, K_i a uniform pad, which the refresh takes off
+    L2  S → v   Σ_i [S'² + K_i]
+        all     refresh (Σ_i [S'² + K_i]) → [loss], a3² times the mean over sites, inputs and classes, at every slot
         i       `collective_audit` of the sum and the refresh
         all     `threshold_decrypt` → all sites and S
 
@@ -14,14 +14,14 @@ Reveals
 -------
 aggregator, holder : the mean squared error over all sites' held-out inputs, to about four digits. With two sites, each
     learns the other's mean. n - 1 sites with the aggregator learn no more.
-one malicious site : the same at a model that it has steered (`encrypted_training`): one number per validation, which
-    is a sum over all held-out inputs of each other site, in which it can make one input dominate.
+one malicious site : the same at a model that it has steered (`encrypted_training`), the same for all inputs: one number
+    per validation, which is a sum over all held-out inputs of each other site.
 
 Assumes
 -------
-As `encrypted_training`, whose keys, auditor and [M] it uses. Logits stay below 4; beyond, the number is wrong, and
-refused where it is more than any logit below 4 could make. Only scales from 2^92 on leave room for that; others are
-refused.
+As `encrypted_training`, whose keys, auditor and [M] it uses, and whose check of [M] precedes it. Logits stay below 4;
+beyond, the number is wrong, and refused where it is more than any logit below 4 could make. Only scales from 2^92 on
+leave room for that; others are refused.
 
 Cost
 ----
@@ -45,6 +45,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedErr
 from cloister.models import cellcnn
 from cloister.mpc.crypto.ckks import scheme as ckks
 from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.crypto.rns.ring import Residues
 from cloister.mpc.crypto.rns.slots import SlotMap, make_map
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
@@ -205,12 +206,15 @@ def squares(params: Params, M: ckks.Cipher, X: F64, Y: F64, keys: Keys) -> ckks.
     return c.square(S, keys.relin, params.squared)
 
 
-def masked_squares(params: Params, M: ckks.Cipher, X: F64, Y: F64, keys: Keys, entropy: Entropy) -> U64:
-    """[S'² + K] + [0]: K is random with sum zero over inputs and classes, so that others hold the sum alone."""
-    c, (p, maps) = ckks.context(params.ckks), refresh(params)
+def padded_squares(
+    params: Params, M: ckks.Cipher, X: F64, Y: F64, keys: Keys, entropy: Entropy
+) -> tuple[U64, Residues]:
+    """[S'² + K] + [0] and the pad K, which is uniform, so that others hold nothing."""
+    c = ckks.context(params.ckks)
     raw, _ = c.raw(c.rerandomise(keys.public, squares(params, M, X, Y, keys), entropy))
-    c.ring.add(raw[0], collective_refresh.kernel_mask(p, maps, 0, entropy))
-    return raw
+    pad = collective_refresh.pad(refresh(params)[0], entropy)
+    c.ring.add(raw[0], pad)
+    return raw, pad
 
 
 def check_samples(params: Params, X: F64, Y: F64) -> None:
@@ -251,7 +255,7 @@ async def holder(
     keys.spend(1)
     c, S, book, sub = ckks.context(params.ckks), params.aggregator, AuditLog(), ch.sub("refresh")
     p, maps = refresh(params)
-    raw = masked_squares(params, model, X, Y, keys, entropy)
+    raw, pad = padded_squares(params, model, X, Y, keys, entropy)
     await ch.send(S, Squares(c.pack(raw[0]), c.pack(raw[1])))  # L1
     book.sent(*raw)
     cts = None
@@ -260,7 +264,7 @@ async def holder(
         sums = np.stack([read(c, x, params.ckks.base, NAME, "L2", S) for x in (got.c0, got.c1)])
         book.total(*sums)
         cts = [c.cipher(sums, params.scales[1])]
-    refreshed = await collective_refresh.contribute(sub, p, keys.share, maps, cts, book, entropy=entropy)
+    refreshed = await collective_refresh.contribute(sub, p, keys.share, maps, cts, book, entropy=entropy, pads=[pad])
     await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)
     c1, c0 = collective_refresh.common(sub, p, 0), None if refreshed is None else c.raw(refreshed[0])[0][0]
     slots = await threshold_decrypt.holder(

@@ -165,16 +165,23 @@ class KeyStore:
                 steps.append(int(kept["step"]))
         return tuple(steps)
 
-    def put_state(self, c: ckks.Context, tag: bytes, step: int, state: Mapping[str, list[ckks.Cipher]]) -> None:
+    def put_state(
+        self, c: ckks.Context, tag: bytes, step: int, state: Mapping[str, list[ckks.Cipher]], extra: bytes = b""
+    ) -> None:
         body = {}
         for label, cts in state.items():
             raws = [c.raw(ct) for ct in cts]
             body[label] = [[scale, raw.shape[1], [c.pack(p) for p in raw]] for raw, scale in raws]
-        packed = msgpack.packb({"step": step, "tag": tag, "state": body})
+        packed = msgpack.packb({"step": step, "tag": tag, "state": body, "extra": extra})
         last = self.steps(tag)
         if last and last[0] == step - 1 and (self._own / "state.bin").exists():
             (self._own / "state.bin").replace(self._own / "before.bin")
         files.write(self._own / "state.bin", hashlib.sha256(packed).digest() + packed)
+
+    def forget_before(self, tag: bytes, step: int) -> None:
+        """Remove the state before that step: this party will not go back behind it."""
+        if self.steps(tag)[:1] == (step,):
+            (self._own / "before.bin").unlink(missing_ok=True)
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self._own / name
@@ -205,6 +212,13 @@ class KeyStore:
             except (WireError, ValueError, KeyError, TypeError):
                 raise DataError(f"the checkpoint in {self._own} was altered; remove it and train anew") from None
         raise DataError(f"the training in {self!r} did not come to step {step}; let it finish")
+
+    def get_extra(self, tag: bytes, step: int) -> bytes:
+        """The bytes that were stored with the state after that step; none without."""
+        for name in ("state.bin", "before.bin"):
+            if (self._own / name).exists() and (kept := self._read(name))["tag"] == tag and kept["step"] == step:
+                return bytes(kept.get("extra", b""))
+        return b""
 
     def losses(self, tag: bytes, before: int) -> dict[int, float]:
         """Validation errors of a training with these very parameters, of the steps before that one."""

@@ -14,6 +14,7 @@ from cloister.arrays import F64, U64
 from cloister.models import cellcnn
 from cloister.mpc.crypto.ckks import scheme as ckks
 from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.crypto.rns.ring import Residues
 from cloister.mpc.threshold_ckks import collective_refresh
 from cloister.workflows.train_cellcnn.cellcnn_circuit import Layout, aggregated_product, gradient
 from cloister.workflows.train_cellcnn.key_store import KeyStore
@@ -62,15 +63,20 @@ class State:
         params: Params,
         store: KeyStore | None,
         *,
+        check: tuple[dict[str, list[ckks.Cipher]], bytes],
         model_only: bool = False,
         checked: bool = False,
     ) -> None:
-        """Write a checkpoint, where there is a store; `checked` once [M] passed its range check."""
+        """Write a checkpoint, where there is a store; `checked` once [M] passed its range check.
+
+        `check` is what the next check of copies needs, in ciphertexts and in bytes (`training_check`).
+        """
         if store is not None:
             rest: dict[str, list[ckks.Cipher]] = {"checked": []} if checked else {}
             if not model_only:
                 rest |= {"W": self.W, "V": self.V, "archive": self.archive}
-            store.put_state(ckks.context(params.ckks), params.tag, step, {"model": self.model} | rest)
+            state = {"model": self.model} | rest | check[0]
+            store.put_state(ckks.context(params.ckks), params.tag, step, state, check[1])
 
     def products(self, c: ckks.Context, Z: Sequence[ckks.Cipher], relin: object) -> list[ckks.Cipher]:
         """[Z ⊙ W], [Z ⊙ V] and [A]: what the update is made of."""
@@ -121,18 +127,20 @@ def gradient_ciphers(
     keys: Keys,
     refresh: Refresh,
     entropy: Entropy,
-) -> list[U64]:
-    """[Z + K] of every class group, added over the chunks of the batch; no two calls give the same polynomials.
+) -> tuple[list[U64], list[Residues]]:
+    """[Z + K] of every class group, added over the chunks of the batch, and the pads K.
 
-    K is random with sum zero over samples: the refresh takes the sums, and whoever holds the ciphertext no more.
+    No two calls give the same polynomials. The refresh takes sums over samples, and whoever holds the ciphertext has
+    nothing: K is uniform.
     """
-    ciphers = []
-    for g, (M, group) in enumerate(zip(model, L.groups, strict=True)):
+    ciphers, pads = [], []
+    for M, group in zip(model, L.groups, strict=True):
         parts = (
             gradient(L, M, X[at : at + L.I], Y[at : at + L.I, list(group)], keys.relin, keys.rotation)
             for at in range(0, len(X), L.I)
         )
         raw, _ = c.raw(c.rerandomise(keys.public, functools.reduce(c.add, parts), entropy))
-        c.ring.add(raw[0], collective_refresh.kernel_mask(refresh.params, refresh.maps, g, entropy))
+        pads.append(collective_refresh.pad(refresh.params, entropy))
+        c.ring.add(raw[0], pads[-1])
         ciphers.append(raw)
-    return ciphers
+    return ciphers, pads

@@ -26,7 +26,7 @@ from cloister.workflows.train_cellcnn.cellcnn_circuit import choose_ring
 from cloister.workflows.train_cellcnn.evaluation import Held, donor_rows, held_out, judged, pooled_tables
 from cloister.workflows.train_cellcnn.figures import accuracy, consensus, figures, positive
 from cloister.workflows.train_cellcnn.key_store import KeyStore
-from cloister.workflows.train_cellcnn.presets import settle
+from cloister.workflows.train_cellcnn.presets import PRESETS, settle
 from cloister.workflows.train_cellcnn.response import report
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def check_batches(behind: list[Any], names: Any, batches: Any, thresholds: Thres
     """Raise `DataError` if an input is based on too few of this site's cells, or a batch on too few of its donors.
 
     `behind` are the rows of the cells of every input, `batches` (steps, n) the inputs of every step. A malicious site
-    can separate the gradient of one step, and with `open_model` that of one input: see docs/security.
+    can separate the gradient of one step, and steer it towards the inputs with the largest logits: see docs/security.
     """
     fewest = min(len(np.unique(rows)) for rows in behind)
     if fewest < thresholds.min_cells:
@@ -262,7 +262,8 @@ def thresholds_of(session: Session, options: Options) -> Thresholds:
 
 def check_consent(session: Session, options: Options) -> None:
     """Raise `RefusedError` before anything is sent, if this site's own settings do not allow what the study opens."""
-    asked = {"open-model": options.open_model, "validation": options.validate_every > 0}
+    by_donor = session.mode == "hardened" and options.open_model and options.per == "donor"
+    asked = {"open-model": options.open_model, "donor-inputs": by_donor, "validation": options.validate_every > 0}
     for what, wanted in asked.items() if session.mode != "plain" else ():
         if wanted and what not in session.consent:
             raise RefusedError(
@@ -430,7 +431,13 @@ def warnings(study: Study, options: Options) -> list[str]:
     """What the sites should know before they start."""
     if study.mode != "hardened" or not options.open_model:
         return []
-    return ["open_model: one malicious site can choose an input of another site and read it from the opened weights"]
+    notes = ["open_model: one malicious site can steer the opened weights towards the inputs with the largest logits"]
+    if (PRESETS[options.preset].per if options.preset else options.per) == "donor":
+        notes.append(
+            "open_model with inputs per donor: the first site can combine the batches of all steps so that the opened"
+            " weights show the mean of one donor of another site; leave the model encrypted, or draw inputs per class"
+        )
+    return notes
 
 
 WORKFLOW = Workflow(

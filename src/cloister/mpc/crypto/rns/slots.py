@@ -106,30 +106,6 @@ def make_map(
     )
 
 
-def random_in_kernel(m: SlotMap, part: int) -> SlotMap:
-    """The map that turns any slots into slots of the part-th input that `m` sends to zero.
-
-    `m` reads a slot in one row at most, and all slots of a row with the same weight: sums. One slot of every sum
-    becomes minus the others, and all slots that `m` does not read stay.
-    """
-    S = len(m.place)
-    replaced: dict[int, I64] = {}
-    for a, b in zip(m.start, m.start[1:], strict=False):
-        sources = m.source[a:b] - part * S
-        mine = sources[(sources >= 0) & (sources < S)]
-        if len(mine) and (len(mine) != b - a or np.ptp(m.weight[a:b]) > 0):
-            raise ParameterError("this slot map is not made of sums within one ciphertext")
-        if len(mine):
-            replaced[int(mine[-1])] = mine[:-1]
-    read = [np.array([s]) if s not in replaced else replaced[s] for s in range(S)]
-    used = {s - part * S for s in m.source.tolist()} & set(range(S))
-    if sum(map(len, replaced.values())) + len(replaced) != len(used):
-        raise ParameterError("this slot map reads a slot in more than one sum")
-    signs = [np.full(len(r), -1.0 if s in replaced else 1.0) for s, r in enumerate(read)]
-    start = np.concatenate([[0], np.cumsum([len(r) for r in read])]).astype(np.int64)
-    return SlotMap(start, np.concatenate(read).astype(np.int64), np.concatenate(signs), np.arange(S))
-
-
 def identity_map(slots: int) -> SlotMap:
     at = np.arange(slots)
     return SlotMap(np.arange(slots + 1), at, np.ones(slots), at)
@@ -218,14 +194,18 @@ def to_real(z: Slots, scale: float) -> F64:
 
 
 def encode_exact(ring: Ring, values: I64, factor: float, k: int) -> Residues:
-    """The polynomial whose slots are values · factor, to the nearest integers, in NTT form."""
+    """The polynomial whose slots are values · factor, to the nearest integers, in NTT form.
+
+    Values are real, (slots,), or have an imaginary part, (slots, 2).
+    """
     from cloister.mpc.crypto.rns import fixed_kernels as fixed
 
     mantissa, exponent = math.frexp(factor)  # factor = mantissa · 2^exponent, 1/2 ≤ mantissa < 1
     z = np.zeros((len(values), 2, 4), np.uint64)
-    z[:, 0, 0], z[:, 0, 1:] = values.astype(np.uint64), (values >> 63).astype(np.uint64)[:, None]
-    for bits in _shifts(POINT + exponent):
-        fixed.shift_up(z[:, 0].copy(), bits, z[:, 0])
+    for part, column in enumerate(values.reshape(len(values), -1).T):
+        z[:, part, 0], z[:, part, 1:] = column.astype(np.uint64), (column >> 63).astype(np.uint64)[:, None]
+        for bits in _shifts(POINT + exponent):
+            fixed.shift_up(z[:, part].copy(), bits, z[:, part])
     z = identity_map(len(values)).apply(z, np.array([mantissa]))
     return ring.forward(ring.of_integers(embedding(ring.degree).to_coefficients(z), k))
 
