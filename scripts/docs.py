@@ -38,7 +38,18 @@ ROOT = Path(__file__).parents[1]
 DOCS, STAGE, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "site"
 TOP = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 HOW_TO = (
-    *("atlas", "plots", "deploy", "bin-values", "choose-genes", "shared-pca", "integrate", "embed", "cluster-cells", "find-markers"),
+    *(
+        "atlas",
+        "plots",
+        "deploy",
+        "bin-values",
+        "choose-genes",
+        "shared-pca",
+        "integrate",
+        "embed",
+        "cluster-cells",
+        "find-markers",
+    ),
     *("find-outliers", "compare-groups"),
     "model-outcome",
     "find-programs",
@@ -191,7 +202,7 @@ def reference_page() -> str:
             lines += [f".. auto{what}:: cloister.{name}"]
             lines += ["   :members:", "   :undoc-members:", ""] if what == "class" else [""]
         lines += ["```", ""]
-    lines += ["## Figures", "", "```{eval-rst}", ".. automodule:: cloister.pl", "   :members:", "   :undoc-members:"]
+    lines += ["## Figures", "", "```{eval-rst}", ".. automodule:: cloister.pl", "   :members:"]
     lines += ["```", "", "## Workflows under scanpy's names", "", "| name | workflow |", "|---|---|"]
     for module in (pp, tl):
         lines += [f"| `{module.__name__}.{name}` | `cloister.{to}` |" for name, to in module.NAMES.items()]

@@ -1,8 +1,8 @@
-"""Draw the picture at the head of each workflow's page, and those of the atlas, from a rehearsal on the demo data: docs/figures/*.png.
+"""Draw the pictures of the workflow pages and of the atlas from rehearsals on the demo data: docs/figures/*.png.
 
     python scripts/figures.py                 all of them, some three minutes
     python scripts/figures.py map-labels      this one
-    python scripts/figures.py atlas atlas-types atlas-composition atlas-markers atlas-mixing atlas-counts
+    python scripts/figures.py atlas              or one of PLOTS
 
 Every number in a picture is computed by the run that it shows, or by a baseline on the same cells.
 """
@@ -30,10 +30,9 @@ GREY = "#9aa3a5"
 
 
 def main() -> int:
-    pictures = PICTURES | PLOTS
-    for name in sys.argv[1:] or pictures:
+    for name in sys.argv[1:] or [*PICTURES, *PLOTS]:
         began = time.perf_counter()
-        figure = pictures[name]()
+        figure = PICTURES[name]() if name in PICTURES else plot(name)
         if len(figure["png"]) > MOST:
             sys.exit(f"{name}: {len(figure['png'])} bytes; a picture may have {MOST}")
         FOLDER.mkdir(exist_ok=True)
@@ -624,25 +623,18 @@ def atlas() -> Any:
     return series
 
 
-def drawn(paper: Any, title: str, alt: str) -> Figure:
-    return Figure(title=title, alt=alt, png=png_of(paper, DPI))
+def plot(name: str) -> Figure:
+    draw, alt = PLOTS[name]
+    return Figure(title=name, alt=alt, png=png_of(draw(atlas()), DPI))
 
 
-PLOTS: dict[str, Callable[[], Figure]] = {  # pictures of docs/atlas.md and docs/plots.md
-    "atlas": lambda: drawn(
-        cl.pl.embedding(atlas(), color="cluster", by_site=True), "atlas", "Common clusters of three sites."
-    ),
-    "atlas-types": lambda: drawn(
-        cl.pl.confusion(atlas(), "cell_type", "cluster"), "types", "Clusters of the cells of each type."
-    ),
-    "atlas-composition": lambda: drawn(
-        cl.pl.composition(atlas(), "cell_type"), "composition", "Shares of cell types by site."
-    ),
-    "atlas-markers": lambda: drawn(
-        cl.pl.dotplot(atlas(), n_genes=2), "markers", "The two best markers of every cluster."
-    ),
-    "atlas-mixing": lambda: drawn(cl.pl.mixing(atlas()), "mixing", "Neighbours by site, against chance."),
-    "atlas-counts": lambda: drawn(cl.pl.violin(atlas()), "counts", "Counts and genes per cell, by site."),
+PLOTS: dict[str, tuple[Callable[[Any], Any], str]] = {  # pictures of docs/atlas.md and docs/plots.md, of the atlas
+    "atlas": (lambda run: cl.pl.embedding(run, color="cluster", by_site=True), "Common clusters of three sites."),
+    "atlas-types": (lambda run: cl.pl.confusion(run, "cell_type", "cluster"), "Clusters of the cells of each type."),
+    "atlas-composition": (lambda run: cl.pl.composition(run, "cell_type"), "Shares of cell types by site."),
+    "atlas-markers": (lambda run: cl.pl.dotplot(run, n_genes=2), "The two best markers of every cluster."),
+    "atlas-mixing": (cl.pl.mixing, "Neighbours by site, against chance."),
+    "atlas-counts": (cl.pl.violin, "Counts and genes per cell, by site."),
 }
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cloister.cells.files import read_cells
+from cloister.cells.tables import chunks
 from cloister.cells.values import listed
 from cloister.errors import DataError, ParameterError
 from cloister.rehearsal.results import load_cells
@@ -78,7 +79,7 @@ def embedding(
     labels: Sequence[str] = (),
     save: str | Path | None = None,
 ) -> Figure:
-    """Draw cells in two dimensions of an embedding that all sites share.
+    """Draw cells in two dimensions of an embedding that all sites share; 5000 cells at most.
 
     Parameters
     ----------
@@ -183,7 +184,7 @@ def confusion(source: Source, truth: str, found: str, *, save: str | Path | None
     if rows is not columns:
         by_column = np.argsort(shares.argmax(axis=1), kind="stable")
         rows, shares = [rows[i] for i in by_column], shares[by_column]
-    with canvas(**heatmap_size(*shares.shape)) as c:
+    with canvas(1, *heatmap_size(*shares.shape)) as c:
         draw_heatmap(c, shares, rows, columns, rows=truth, columns=found, low=0.0, high=1.0, bar="share of the row")
         return _done(c, save)
 
@@ -226,7 +227,7 @@ def mixing(
     np.add.at(counts, (np.repeat(own, n_neighbors), own[neighbours].ravel()), 1)
     share, chance = counts / counts.sum(axis=1, keepdims=True), np.bincount(own) / len(own)
     ratio = np.log2(np.maximum(share, 0.5 / counts.sum(axis=1, keepdims=True)) / chance)
-    with canvas(**heatmap_size(*ratio.shape)) as c:
+    with canvas(1, *heatmap_size(*ratio.shape)) as c:
         bar = "log2 of share / chance"
         draw_heatmap(c, ratio, kinds, kinds, rows=f"cells of {by}", columns=f"neighbours of {by}", bar=bar)
         c.axis.set_title(f"{n_neighbors} nearest neighbours in {shown(basis)}")
@@ -313,7 +314,7 @@ def dotplot(
     best = best_genes(table, n_genes, len(labels) or MOST_ROWS)
     if not any(best.values()):
         raise DataError("no label in the table has a gene that it expresses more than the others do.")
-    with canvas(**dots_size(best)) as c:
+    with canvas(1, *dots_size(best)) as c:
         draw_dots(c, table, best)
         return _done(c, save)
 
@@ -384,12 +385,12 @@ def _cells(source: Source) -> dict[str, AnnData]:
 
 def _one(source: Any) -> AnnData:
     if isinstance(source, str | Path):
-        return read_cells(source)
+        return read_cells(source, backed=Path(source).suffix in (".h5ad", ".zarr"))
     if not (hasattr(source, "obs") and hasattr(source, "obsm")):
         raise DataError(
             f"expected a run, an AnnData, a dict of them by site, or a path, found {type(source).__name__}."
         )
-    return source  # type: ignore[no-any-return]
+    return source
 
 
 def _result(source: Source, key: str, columns: Sequence[str], workflow: str, within: str = "") -> DataFrame:
@@ -451,8 +452,8 @@ def _measured(cells: Mapping[str, AnnData], key: str) -> Any:
     found = []
     for site, adata in cells.items():
         if key in COUNTED and key not in adata.obs:
-            matrix = adata.X if key == "total_counts" else adata.X != 0
-            found.append(np.asarray(matrix.sum(axis=1), dtype=float).ravel())
+            parts = [part if key == "total_counts" else part != 0 for _, part in chunks(adata)]
+            found.append(np.concatenate([np.asarray(part.sum(axis=1), dtype=float).ravel() for part in parts]))
             continue
         column = _obs(cells, site, key)
         if column.dtype.kind not in "iufb":

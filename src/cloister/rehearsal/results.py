@@ -261,12 +261,14 @@ def load_run(folder: str | Path) -> Run:
 
 
 def load_cells(folder: str | Path) -> dict[str, AnnData]:
-    """The sites' annotated cells of the run in `folder`; of a study of several steps, those of its last step."""
+    """The sites' annotated cells of the run in `folder`, X left on disk; of several steps, those of the last."""
     folder = Path(folder)
     places = [folder] if (folder / "run.json").exists() else sorted(p.parent for p in folder.glob("*/run.json"))
     found: dict[str, AnnData] = {}
     for place in reversed(places):
-        found = found or {s: read_cells(place / f"{s}.h5ad") for s in load_run(place).study.sites if _has(place, s)}
+        found = found or {
+            s: read_cells(place / f"{s}.h5ad", backed=True) for s in load_run(place).study.sites if _has(place, s)
+        }
     if not found:
         raise DataError(f"{folder} holds no cells of a run; name a folder that a run wrote with --out")
     return found

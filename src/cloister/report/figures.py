@@ -203,13 +203,13 @@ def heatmap(
 ) -> Figure:
     """A matrix as colours: sequential from `low`, or blue-white-red around zero where values have both signs."""
     matrix = np.asarray(matrix, dtype=float)
-    with canvas(**heatmap_size(*matrix.shape)) as c:
+    with canvas(1, *heatmap_size(*matrix.shape)) as c:
         draw_heatmap(c, matrix, row_names, column_names, rows=rows, columns=columns, low=low, high=high)
         return c.done(title, alt)
 
 
-def heatmap_size(n: int, m: int) -> dict[str, float]:
-    return {"width": min(2.8 + 0.3 * m, 7.5), "height": min(1.8 + 0.28 * n, 7.0)}
+def heatmap_size(n: int, m: int) -> tuple[float, float]:
+    return min(2.8 + 0.3 * m, 7.5), min(1.8 + 0.28 * n, 7.0)
 
 
 def draw_heatmap(

@@ -22,7 +22,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Figure]:
 def dot_plot(table: Any, each: int = EACH) -> Figure:
     """The best genes of each label: size is the fraction of cells that express it, colour the log fold change."""
     best = best_genes(table, each)
-    with canvas(**dots_size(best)) as c:
+    with canvas(1, *dots_size(best)) as c:
         draw_dots(c, table, best)
         first = "; ".join(f"{label}: {', '.join(genes)}" for label, genes in [*best.items()][:4])
         return c.done("Markers", f"Best genes of {len(best)} labels by fold change and fraction of cells. {first}.")
@@ -39,9 +39,9 @@ def best_genes(table: Any, each: int = EACH, most: int = MOST) -> dict[str, list
     return best
 
 
-def dots_size(best: Mapping[str, list[str]]) -> dict[str, float]:
+def dots_size(best: Mapping[str, list[str]]) -> tuple[float, float]:
     genes = sum(map(len, best.values()))
-    return {"width": min(max(2.6 + 0.22 * genes, 5.6), 12.0), "height": 2.2 + 0.26 * len(best)}
+    return min(max(2.6 + 0.22 * genes, 5.6), 12.0), 2.2 + 0.26 * len(best)
 
 
 def draw_dots(c: Canvas, table: Any, best: Mapping[str, list[str]]) -> None:
