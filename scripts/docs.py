@@ -38,7 +38,18 @@ ROOT = Path(__file__).parents[1]
 DOCS, STAGE, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "site"
 TOP = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 HOW_TO = (
-    *("deploy", "bin-values", "choose-genes", "shared-pca", "integrate", "embed", "cluster-cells", "find-markers"),
+    *(
+        "atlas",
+        "plots",
+        "deploy",
+        "bin-values",
+        "choose-genes",
+        "shared-pca",
+        "integrate",
+        "embed",
+        "cluster-cells",
+        "find-markers",
+    ),
     *("find-outliers", "compare-groups"),
     "model-outcome",
     "find-programs",
@@ -179,6 +190,7 @@ def reference_page() -> str:
     import inspect
 
     import cloister
+    from cloister import pp, tl
 
     listed = {"Party", *(name for names in KINDS.values() for name in names)}
     kinds = {**KINDS, "At a site, inside a study": tuple(n for n in cloister._PUBLIC if n not in listed)}
@@ -190,7 +202,11 @@ def reference_page() -> str:
             lines += [f".. auto{what}:: cloister.{name}"]
             lines += ["   :members:", "   :undoc-members:", ""] if what == "class" else [""]
         lines += ["```", ""]
-    return "\n".join(lines)
+    lines += ["## Figures", "", "```{eval-rst}", ".. automodule:: cloister.pl", "   :members:"]
+    lines += ["```", "", "## Workflows under scanpy's names", "", "| name | workflow |", "|---|---|"]
+    for module in (pp, tl):
+        lines += [f"| `{module.__name__}.{name}` | `cloister.{to}` |" for name, to in module.NAMES.items()]
+    return "\n".join([*lines, ""])
 
 
 def options_page() -> str:

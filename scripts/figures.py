@@ -1,13 +1,15 @@
-"""Draw the picture at the head of each workflow's page from a rehearsal on the demo data: docs/figures/*.png.
+"""Draw the pictures of the workflow pages and of the atlas from rehearsals on the demo data: docs/figures/*.png.
 
     python scripts/figures.py                 all of them, some three minutes
     python scripts/figures.py map-labels      this one
+    python scripts/figures.py atlas              or one of PLOTS
 
 Every number in a picture is computed by the run that it shows, or by a baseline on the same cells.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 import time
@@ -18,7 +20,9 @@ from typing import Any
 import numpy as np
 
 import cloister as cl
-from cloister.report.figures import COLOURS, Canvas, Figure, canvas, log_scale
+from cloister.cli.new import study_of
+from cloister.report.figures import COLOURS, Canvas, Figure, canvas, log_scale, png_of
+from cloister.study import parse_study
 
 FOLDER = Path(__file__).parents[1] / "docs" / "figures"
 DPI, MOST = 100, 120_000  # dots per inch; bytes of a picture
@@ -26,9 +30,9 @@ GREY = "#9aa3a5"
 
 
 def main() -> int:
-    for name in sys.argv[1:] or PICTURES:
+    for name in sys.argv[1:] or [*PICTURES, *PLOTS]:
         began = time.perf_counter()
-        figure = PICTURES[name]()
+        figure = PICTURES[name]() if name in PICTURES else plot(name)
         if len(figure["png"]) > MOST:
             sys.exit(f"{name}: {len(figure['png'])} bytes; a picture may have {MOST}")
         FOLDER.mkdir(exist_ok=True)
@@ -605,6 +609,32 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "fine-tune": fine_tune,
     "train-cellcnn": train_cellcnn,
     "adapt-model": adapt_model,
+}
+
+
+# ---- the atlas, and what `cl.pl` draws of it -------------------------------------------------------------------------
+
+
+@functools.cache
+def atlas() -> Any:
+    """The study that `cloister new study --template atlas` writes, on the demo's sites."""
+    series = cl.rehearse(parse_study(study_of("atlas", [])), data=cl.demo_sites())
+    series.check()
+    return series
+
+
+def plot(name: str) -> Figure:
+    draw, alt = PLOTS[name]
+    return Figure(title=name, alt=alt, png=png_of(draw(atlas()), DPI))
+
+
+PLOTS: dict[str, tuple[Callable[[Any], Any], str]] = {  # pictures of docs/atlas.md and docs/plots.md, of the atlas
+    "atlas": (lambda run: cl.pl.embedding(run, color="cluster", by_site=True), "Common clusters of three sites."),
+    "atlas-types": (lambda run: cl.pl.confusion(run, "cell_type", "cluster"), "Clusters of the cells of each type."),
+    "atlas-composition": (lambda run: cl.pl.composition(run, "cell_type"), "Shares of cell types by site."),
+    "atlas-markers": (lambda run: cl.pl.dotplot(run, n_genes=2), "The two best markers of every cluster."),
+    "atlas-mixing": (cl.pl.mixing, "Neighbours by site, against chance."),
+    "atlas-counts": (cl.pl.violin, "Counts and genes per cell, by site."),
 }
 
 if __name__ == "__main__":

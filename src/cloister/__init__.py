@@ -7,6 +7,7 @@ run.data["basel"].layers["binned"]      # results, in annotated copies
 run.receipts["basel"]                   # what basel sent, to whom, and what each party learned
 run.cost                                # bytes, messages, rounds, seconds per party
 run.report("report.html")
+cl.pl.composition(run, "cell_type")     # figures; cl.pp and cl.tl have the workflows under scanpy's names
 """
 
 from __future__ import annotations
@@ -68,14 +69,17 @@ _PUBLIC = {
     "propagation_baselines": "papers.baselines.propagation",
     "adaptation_baselines": "papers.baselines.adaptation",
 } | {name: f"workflows.{name}.workflow" for name in _WORKFLOWS}
+_MODULES = ("pl", "pp", "tl")
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", *_PUBLIC, *_MODULES]
 
 _moved.install()
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for, when it is asked for: `import cloister` itself costs nothing."""
+    if name in _MODULES:
+        return importlib.import_module(f"cloister.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'cloister' has no attribute '{name}'")
     return getattr(importlib.import_module(f"cloister.{_PUBLIC[name]}"), name)

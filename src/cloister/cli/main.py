@@ -19,6 +19,7 @@ from cloister._version import __version__
 from cloister.cli import machines
 from cloister.cli.console import as_is, err, explain_mode, explain_study, out, progress
 from cloister.cli.distil import distil
+from cloister.cli.new import new
 from cloister.cli.options import FLAG, OPEN, STUDY, AsJson, ModeName, Quiet, as_flags
 from cloister.cli.place import place
 from cloister.cli.predict import embed, predict
@@ -118,6 +119,7 @@ def explain(
     out.print(table)
 
 
+app.command(epilog="Example:  cloister new study --template atlas --site basel --site lugano --site vienna")(new)
 app.command(context_settings=OPEN, epilog="Example:  cloister check cells.h5ad --for bin-values")(check)
 
 

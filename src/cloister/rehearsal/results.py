@@ -25,11 +25,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cloister import files, workflows
 from cloister._version import __version__
-from cloister.cells.files import write_cells
+from cloister.cells.files import read_cells, write_cells
 from cloister.cells.progress import told_to
 from cloister.errors import CloisterError, DataError, DiskError, ProtocolAbort, ReceiptError, blame
 from cloister.mpc.net.events import Event, ignore_errors
@@ -38,6 +38,9 @@ from cloister.rehearsal.progress import passes_of
 from cloister.rehearsal.run import PNG, Abort, Drawing, Figure, Flow, Run, plain
 from cloister.session import Outcome
 from cloister.study import Study, format_study, parse_study
+
+if TYPE_CHECKING:
+    from anndata import AnnData
 
 FORMAT = "cloister-run/1"
 FIGURES = "cloister-figures/1"
@@ -255,6 +258,24 @@ def load_run(folder: str | Path) -> Run:
             f"{folder / 'run.json'} is damaged ({type(e).__name__}); make it anew by running the study again"
         ) from None
     return run
+
+
+def load_cells(folder: str | Path) -> dict[str, AnnData]:
+    """The sites' annotated cells of the run in `folder`, X left on disk; of several steps, those of the last."""
+    folder = Path(folder)
+    places = [folder] if (folder / "run.json").exists() else sorted(p.parent for p in folder.glob("*/run.json"))
+    found: dict[str, AnnData] = {}
+    for place in reversed(places):
+        found = found or {
+            s: read_cells(place / f"{s}.h5ad", backed=True) for s in load_run(place).study.sites if _has(place, s)
+        }
+    if not found:
+        raise DataError(f"{folder} holds no cells of a run; name a folder that a run wrote with --out")
+    return found
+
+
+def _has(folder: Path, site: str) -> bool:
+    return (folder / f"{site}.h5ad").is_file()
 
 
 def _receipt(folder: Path, party: str) -> Receipt:

@@ -1,13 +1,15 @@
 """Figures for the report, all in one style: points by label, confusion, histograms, a matrix, curves.
 
 Each function returns a `Figure`, which is what a workflow's `figures(outcomes, options)` returns a list of: a title, a
-sentence for those who cannot see it, and the PNG. Colours are told apart by colour-blind readers, and lines by their
+sentence for those who cannot see it, and the PNG. `draw_points` and `draw_heatmap` draw on a canvas that is there
+already, for `cloister.pl`. Colours are told apart by colour-blind readers, and lines by their
 style too. matplotlib is the extra `report`; without it the page says what is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +23,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A6D00", "#56B4E9", "#5
 STYLES = ("-", "--", "-.", ":")
 MARKS = "o^sDvP*X<>"
 QUIET = "#9aa3a5"
-MOST_POINTS, MOST_LABELS = 5000, 20
+MOST_POINTS, MOST_LABELS, LAYERS = 5000, 20, 8
 STYLE: Any = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -46,13 +48,31 @@ class Figure(TypedDict):
     png: bytes
 
 
+@functools.cache
+def _paper() -> Any:
+    """The class of a figure that a notebook shows, whether pyplot was imported or not."""
+    from matplotlib.figure import Figure as Plain
+
+    class Paper(Plain):
+        def _repr_png_(self) -> bytes:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # letters that the font lacks
+                return png_of(self)
+
+    return Paper
+
+
+def png_of(paper: Any, dpi: int = 130) -> bytes:
+    out = io.BytesIO()
+    paper.savefig(out, format="png", dpi=dpi, metadata={"Software": None})
+    return out.getvalue()
+
+
 class Canvas:
     """A figure to draw on; `done` makes it a PNG."""
 
     def __init__(self, panels: int = 1, width: float = 5.2, height: float = 3.6, rows: int = 1) -> None:
-        from matplotlib.figure import Figure as Paper
-
-        self.paper = Paper(figsize=(width, height), layout="constrained")
+        self.paper = _paper()(figsize=(width, height), layout="constrained")
         self.axes: list[Any] = list(np.ravel(self.paper.subplots(rows, panels, squeeze=False)))
 
     @property
@@ -60,9 +80,7 @@ class Canvas:
         return self.axes[0]
 
     def done(self, title: str, alt: str, *, dpi: int = 130) -> Figure:
-        out = io.BytesIO()
-        self.paper.savefig(out, format="png", dpi=dpi, metadata={"Software": None})
-        return Figure(title=title, alt=alt, png=out.getvalue())
+        return Figure(title=title, alt=alt, png=png_of(self.paper, dpi))
 
 
 @contextlib.contextmanager
@@ -91,9 +109,44 @@ def log_scale(axis: Any, which: str = "y") -> None:
     getattr(axis, f"{which}axis").set_minor_formatter("")
 
 
+def tone(place: int) -> tuple[str, str]:
+    """Colour and mark of the label at this place: ten colours, then lighter ones, then darker ones."""
+    colour, again = COLOURS[place % len(COLOURS)], place // len(COLOURS)
+    mark = MARKS[again % len(MARKS)]
+    if again:
+        parts = [int(colour[k : k + 2], 16) for k in (1, 3, 5)]
+        parts = [(3 * v + 2 * 255) // 5 if again % 2 else v * 3 // 5 for v in parts]
+        colour = "#" + "".join(f"{v:02X}" for v in parts)
+    return colour, mark
+
+
+def legend_beside(axis: Any, **how: Any) -> None:
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, **how)
+
+
 def _legend(axis: Any, n: int) -> None:
     if n > 1:
-        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, ncols=1)
+        legend_beside(axis)
+
+
+def some_points(n: int, most: int = MOST_POINTS) -> Any:
+    """Places of at most so many points, the same each time."""
+    return np.sort(np.random.default_rng(0).permutation(n)[:most])
+
+
+def draw_points(axis: Any, points: Any, names: Any, places: Mapping[str, int], *, size: float = 7.0) -> None:
+    """Points of each label in its colour, legend in the order of `places`; a place below 0 is grey.
+
+    Points are drawn in several layers, so that the last label does not cover the others.
+    """
+    for layer, some in enumerate(np.array_split(np.random.default_rng(1).permutation(len(points)), LAYERS)):
+        for i, (kind, place) in enumerate(places.items()):
+            here = some[names[some] == kind]
+            colour, mark = tone(place) if place >= 0 else (QUIET, MARKS[0])
+            label = shown(kind) if layer == 0 and i < MOST_LABELS else None
+            axis.scatter(points[here, 0], points[here, 1], s=size, c=colour, marker=mark, lw=0, alpha=0.75, label=label)
+    axis.set(xticks=[], yticks=[])
+    axis.grid(visible=False)
 
 
 def embedding(
@@ -104,22 +157,15 @@ def embedding(
     Two figures with the same `order` of labels have the same colours; by default the most frequent label comes first.
     """
     points, names = np.asarray(points, dtype=float), np.asarray([str(x) for x in labels])
-    keep = np.sort(np.random.default_rng(0).permutation(len(points))[:MOST_POINTS])
+    keep = some_points(len(points))
     kinds, sizes = np.unique(names, return_counts=True)
     by_size = np.argsort(-sizes, kind="stable")
     kinds, sizes = kinds[by_size], sizes[by_size]
-    colours = {kind: i for i, kind in enumerate(dict.fromkeys([*order, *kinds.tolist()]))}
+    places = {kind: i for i, kind in enumerate(dict.fromkeys([*order, *kinds.tolist()]))}
     with canvas(width=5.6, height=3.8) as c:
-        for i, kind in enumerate(kinds):
-            here = keep[names[keep] == kind]
-            label = shown(kind) if i < MOST_LABELS else None
-            at = colours[str(kind)]
-            colour, mark = COLOURS[at % len(COLOURS)], MARKS[(at // len(COLOURS)) % len(MARKS)]
-            c.axis.scatter(points[here, 0], points[here, 1], s=7, c=colour, marker=mark, lw=0, alpha=0.75, label=label)
-        c.axis.set(xlabel="dimension 1", ylabel="dimension 2", xticks=[], yticks=[])
-        c.axis.grid(visible=False)
-        handles = c.axis.get_legend_handles_labels()
-        c.axis.legend(*handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, markerscale=2.5)
+        draw_points(c.axis, points[keep], names[keep], {kind: places[kind] for kind in kinds.tolist()})
+        c.axis.set(xlabel="dimension 1", ylabel="dimension 2")
+        legend_beside(c.axis, markerscale=2.5)
         most = ", ".join(f"{k} ({s:,})" for k, s in zip(kinds[:5], sizes[:5], strict=True))
         more = f" and {len(kinds) - 5} more" if len(kinds) > 5 else ""
         return c.done(title, f"{about} in two dimensions, coloured by {len(kinds)} labels: {most}{more}.")
@@ -157,27 +203,47 @@ def heatmap(
 ) -> Figure:
     """A matrix as colours: sequential from `low`, or blue-white-red around zero where values have both signs."""
     matrix = np.asarray(matrix, dtype=float)
+    with canvas(1, *heatmap_size(*matrix.shape)) as c:
+        draw_heatmap(c, matrix, row_names, column_names, rows=rows, columns=columns, low=low, high=high)
+        return c.done(title, alt)
+
+
+def heatmap_size(n: int, m: int) -> tuple[float, float]:
+    return min(2.8 + 0.3 * m, 7.5), min(1.8 + 0.28 * n, 7.0)
+
+
+def draw_heatmap(
+    c: Canvas,
+    matrix: Any,
+    row_names: Sequence[object],
+    column_names: Sequence[object],
+    *,
+    rows: str,
+    columns: str,
+    low: float | None = None,
+    high: float | None = None,
+    bar: str = "",
+) -> None:
+    """Draw `heatmap` on a canvas; `bar` names the colours."""
     signed = low is None and bool((matrix < 0).any())
     reach = float(np.nanmax(np.abs(matrix))) if matrix.size else 1.0
     low, high = (-reach, reach) if signed else (low if low is not None else 0.0, high if high is not None else reach)
     n, m = matrix.shape
-    with canvas(width=min(2.8 + 0.3 * m, 7.5), height=min(1.8 + 0.28 * n, 7.0)) as c:
-        drawn = c.axis.imshow(matrix, cmap="RdBu_r" if signed else "Blues", vmin=low, vmax=high, aspect="auto")
-        for kind, labels, name in (("x", column_names, columns), ("y", row_names, rows)):
-            step = max(1, len(labels) // 40)
-            ticks = range(0, len(labels), step)
-            angle = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if kind == "x" else {}
-            getattr(c.axis, f"set_{kind}ticks")(ticks, [shown(labels[i], 22) for i in ticks], fontsize=8, **angle)
-            getattr(c.axis, f"set_{kind}label")(name)
-        c.axis.grid(visible=False)
-        if max(n, m) <= 14:
-            for i in range(n):
-                for j in range(m):
-                    dark = abs(matrix[i, j]) > (0.6 * reach if signed else low + 0.6 * (high - low))
-                    text = f"{matrix[i, j]:.2f}" if matrix[i, j] else "0"
-                    c.axis.text(j, i, text, ha="center", va="center", fontsize=7, c="w" if dark else "k")
-        c.paper.colorbar(drawn, ax=c.axis, shrink=0.8)
-        return c.done(title, alt)
+    drawn = c.axis.imshow(matrix, cmap="RdBu_r" if signed else "Blues", vmin=low, vmax=high, aspect="auto")
+    for kind, labels, name in (("x", column_names, columns), ("y", row_names, rows)):
+        step = max(1, len(labels) // 40)
+        ticks = range(0, len(labels), step)
+        angle = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if kind == "x" else {}
+        getattr(c.axis, f"set_{kind}ticks")(ticks, [shown(labels[i], 22) for i in ticks], fontsize=8, **angle)
+        getattr(c.axis, f"set_{kind}label")(name)
+    c.axis.grid(visible=False)
+    if max(n, m) <= 14:
+        for i in range(n):
+            for j in range(m):
+                dark = abs(matrix[i, j]) > (0.6 * reach if signed else low + 0.6 * (high - low))
+                text = f"{matrix[i, j]:.2f}" if matrix[i, j] else "0"
+                c.axis.text(j, i, text, ha="center", va="center", fontsize=7, c="w" if dark else "k")
+    c.paper.colorbar(drawn, ax=c.axis, shrink=0.8, label=bar)
 
 
 def histograms(

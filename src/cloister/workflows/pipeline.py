@@ -20,7 +20,11 @@ from cloister.workflows import Workflow, check_plan
 if TYPE_CHECKING:
     from anndata import AnnData
 
-SLOTS = {"layer": "layers", "use_rep": "obsm"}  # what an option of that name is a key of; any other, of obs
+SLOTS = {
+    "layer": "layers",
+    "use_rep": "obsm",
+    "genes_key": "var",
+}  # what an option of that name is a key of; any other, of obs
 FILE = "step:"
 
 

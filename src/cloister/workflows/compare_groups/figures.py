@@ -109,21 +109,27 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 def volcano(part: Any, label: str, contrast: str, level: float) -> Any:
     """Effect against p, one point per gene; the clearest are named."""
-    effect, p, fdr = (part[k].to_numpy(dtype=float) for k in ("log_fold_change", "p", "fdr"))
-    height, differs = -np.log10(np.maximum(p, 1e-300)), fdr < level
+    differs = part["fdr"].to_numpy(dtype=float) < level
     with canvas(width=5.6, height=4.0) as c:
-        c.axis.scatter(effect[~differs], height[~differs], s=8, c=QUIET, lw=0)
-        for way, colour in ((effect > 0, COLOURS[1]), (effect < 0, COLOURS[0])):
-            c.axis.scatter(effect[differs & way], height[differs & way], s=12, c=colour, lw=0)
-        for i in np.argsort(p, kind="stable")[:NAMED]:
-            if differs[i]:
-                name, up = shown(part["gene"].iloc[i], 16), effect[i] > 0
-                where = {"xytext": (4 if up else -4, 0), "textcoords": "offset points", "ha": "left" if up else "right"}
-                c.axis.annotate(name, (effect[i], height[i]), fontsize=7, va="center", **where)
-        c.axis.set(xlabel=f"log2 fold change, {contrast}", ylabel="-log10 p")
-        first = ", ".join(map(str, part["gene"][np.asarray(differs)].iloc[:5]))
+        draw_volcano(c.axis, part, contrast, level)
+        first = ", ".join(map(str, part["gene"][differs].iloc[:5]))
         told = f"{len(part):,} genes; {int(differs.sum()):,} differ at a false discovery rate of {level:g}"
         return c.done(f"{label or 'All cells'}: {contrast}", f"{told}{': ' + first if first else ''}.")
+
+
+def draw_volcano(axis: Any, part: Any, contrast: str, level: float) -> None:
+    effect, p, fdr = (part[k].to_numpy(dtype=float) for k in ("log_fold_change", "p", "fdr"))
+    height, differs = -np.log10(np.maximum(p, 1e-300)), fdr < level
+    axis.scatter(effect[~differs], height[~differs], s=8, c=QUIET, lw=0)
+    for way, colour in ((effect > 0, COLOURS[1]), (effect < 0, COLOURS[0])):
+        axis.scatter(effect[differs & way], height[differs & way], s=12, c=colour, lw=0)
+    for i in np.argsort(p, kind="stable")[:NAMED]:
+        if differs[i]:
+            name, up = shown(part["gene"].iloc[i], 16), effect[i] > 0
+            where = {"xytext": (4 if up else -4, 0), "textcoords": "offset points", "ha": "left" if up else "right"}
+            axis.annotate(name, (effect[i], height[i]), fontsize=7, va="center", **where)
+    axis.margins(x=0.12)  # for the names
+    axis.set(xlabel=f"log2 fold change, {contrast}", ylabel="-log10 p")
 
 
 def shares(part: Any, contrast: str, level: float) -> Any:

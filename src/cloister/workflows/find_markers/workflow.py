@@ -196,5 +196,6 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     figures=figures,
+    reads=lambda options, site: ("layer", "label_key", "donor_key", "library_key"),
     writes=("uns[{key_added!r}]",),
 )

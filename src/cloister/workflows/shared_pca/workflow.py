@@ -301,6 +301,7 @@ WORKFLOW = Workflow(
     site=site,
     coordinator=coordinator,
     check=check,
+    reads=lambda options, site: ("layer", "genes_key", "donor_key", "library_key"),
     writes=("obsm[{key_added!r}]", "uns[{key_added!r}]"),
     figures=figures,
     retired={"target_sum": "it is 10,000, as in scanpy", "max_value": "it is 10, as in scanpy's scale"},
