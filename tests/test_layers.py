@@ -227,7 +227,7 @@ HIDDEN = {  # files that name each other's types: `report` draws a run, whose `r
     *("deploy/kit", "deploy/approval/own_cells"),
     *(f"workflows/train_cellcnn/{n}" for n in ("workflow", "figures", "presets")),
     *(f"workflows/train_cellcnn/{n}" for n in ("encrypted_training", "training_opening", "training_refreshes")),
-    "workflows/train_cellcnn/training_state",
+    *(f"workflows/train_cellcnn/{n}" for n in ("training_state", "training_check")),
     *(f"workflows/adapt_model/{n}" for n in ("batch_roles", "encrypted_inference")),
 }
 

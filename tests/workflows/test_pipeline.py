@@ -114,7 +114,9 @@ def test_every_workflow_says_where_its_results_go(name):
     }
     options = options_of(workflow, required.get(name, {}))
     assert given(workflow, options, "a")
-    assert all(place.split("[")[0] in ("obs", "var", "obsm", "layers", "uns") for place in given(workflow, options, "a"))
+    assert all(
+        place.split("[")[0] in ("obs", "var", "obsm", "layers", "uns") for place in given(workflow, options, "a")
+    )
     assert needed(workflow, options, "a") is not None
 
 

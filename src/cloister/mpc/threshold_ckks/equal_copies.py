@@ -63,9 +63,9 @@ from cloister.mpc.crypto.rns.ring import SIGMA, Residues
 from cloister.mpc.crypto.rns.slots import encode_exact
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.threshold_ckks.collective_audit import Collective
 from cloister.mpc.threshold_ckks.collective_key import read
-from cloister.study import Party
 
 NAME = "equal_copies"
 REPEATS = 10
