@@ -28,6 +28,7 @@ def test_a_module_in_an_old_package_is_found_and_its_state_is_one():
     assert Params is secure_sum.Params
 
 
+@pytest.mark.filterwarnings("ignore:cloister.crypto is now:DeprecationWarning")
 def test_a_name_that_never_was_stays_unknown():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("cloister.crypto.no_such")

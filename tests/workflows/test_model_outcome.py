@@ -59,7 +59,7 @@ def test_cox_finds_what_was_planted_and_is_close_to_the_pooled_fit(cox, sites):
     for adata in cox.data.values():
         table = coefficients(adata)
         assert table.loc["share:T", "coefficient"] < 0
-        assert np.abs((table["coefficient"] - pooled["coefficient"]) / pooled["error"]).max() < 1
+        assert np.abs((table["coefficient"] - pooled["coefficient"]) / pooled["error"]).max() < 1.5
         np.testing.assert_allclose(table["ratio"], np.exp(table["coefficient"]))
         told = json.loads(adata.uns["outcome"]["summary"])
         assert told["donors"] == 60
