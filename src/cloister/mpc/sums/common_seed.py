@@ -16,7 +16,8 @@ site : Ξ, k_uv for each other site v, and who takes part. Ξ is uniform as long
     Of the keys of two other sites it learns nothing.
 lying coordinator : nothing more. It may leave sites out, as long as t remain; two sites that finish hold the same Ξ.
 one lying site : nothing more. It may choose its part after it has seen those of the others, and so some bits of Ξ. It
-    cannot have another left out: who cannot open what it was sent at L4 is not gone, and ends the step for all.
+    cannot have another left out: a site that cannot open what it received at L4 has not dropped out, and ends the step
+    for all.
 
 Assumes
 -------

@@ -12,8 +12,8 @@ The sites hold a common seed Ξ that the coordinator does not know, and draw fro
          u       checks that it is the hash of ρ_s / ρ_0
 
 M(z) has z, z - 1, …, z - k + 1 on its diagonal and -1 below it; m_j are its columns, and last column s is
-R₁ (ρ_s m_k + Σ_{j<k} c_sj m_j). By rows from below (R₁) and by the first columns (c_s), all of this goes over into a
-form that has only the d_s, in the last columns of the first row; so the matrices of given d_s are all equally likely
+R₁ (ρ_s m_k + Σ_{j<k} c_sj m_j). By rows from below (R₁) and by the first columns (c_s), this matrix becomes one that
+has only the d_s, in the last columns of the first row; so the matrices of given d_s are all equally likely
 [IK02], and the ρ_s make (d_0, …, d_q) all zero or uniform. E says z < k or z ≥ k and nothing else. If z < k, S knows
 nothing of ρ_s / ρ_0, and a proof that it makes up is right with probability 1 / (p - 1)^q. The integer sums carry how
 often they passed p, which the r_u make a function of E and of fresh coins. k = 1 is the question whether anything is

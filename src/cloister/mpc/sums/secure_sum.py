@@ -17,8 +17,8 @@
 With `wide`, the last two words, high and low, are one number modulo 2^128, in every addition above.
 
 ⇒ is a broadcast: it enters the transcript, and with it the ids of all later sums of the run. So the survivors of
-one sum, and their signatures, are compared by the next; and who is given the survivors of a sum before (`among`)
-goes on with no others. The set can only shrink.
+one sum, and their signatures, are compared by the next. A party that is given the survivors of an earlier sum (`among`)
+continues with these alone, so the set can only shrink.
 
 Reveals
 -------
@@ -36,8 +36,8 @@ aggregator with k contributors : the sum over the other survivors, at least t - 
 Assumes
 -------
 Contributors know each other's Ed25519 keys (`[keys]` of the study). At least two contributors; with two, see above.
-Not noticed here, with `to_all`: (a), (b), (c), (f) of the aggregator, another z. A contributor that receives another z
-than the others notices at the next step of the run, whose id depends on it, or in `same_view` at its end. Another z for
+Not detected here, with `to_all`: lies (a), (b), (c), (f) of `check_lies` by the aggregator, which amount to another z.
+A contributor that receives another z than the others notices at the next step of the run, whose id depends on it, or in `same_view` at its end. Another z for
 all is noticed with `checked_sum` only.
 
 Cost

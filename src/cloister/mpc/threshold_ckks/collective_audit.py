@@ -18,7 +18,8 @@ aggregator : nothing.
 
 Assumes
 -------
-Authenticated channels between holders. An aggregator whose sums are wrong passes once in 2^70; it may do what it likes.
+Authenticated channels between holders. The aggregator may deviate arbitrarily: if its sums are wrong, it passes with
+probability 2^-70.
 A lying holder makes the run stop, no more: the aggregator's sums are right then. An aggregator together with a holder
 that lies for it is not caught.
 
