@@ -40,7 +40,7 @@ PEOPLE = {u: Identity.create(Entropy()) for u in SITES}
 CH = SimpleNamespace(
     me=A,
     run_id=bytes(range(32)),
-    study=SimpleNamespace(keys={u: p.public for u, p in PEOPLE.items()}, quorum=lambda n: n // 2 + 1),
+    agreement=SimpleNamespace(keys={u: p.public for u, p in PEOPLE.items()}, quorum=lambda n: n // 2 + 1),
 )
 
 

@@ -64,7 +64,10 @@ def distil(
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Distil a ViT into the polynomial model that adapt-model runs. Nothing is sent."""
+    """Distil a ViT into the polynomial model that adapt-model runs.
+
+    Nothing is sent.
+    """
     given = dict(locals())
     page = page or path.with_suffix(".html")
     for name, file in (("--out", path), ("--report", page)):

@@ -28,7 +28,10 @@ def new(
     ] = None,
     path: Annotated[Path, typer.Option("--out", help="File for the study.")] = Path("study.toml"),
 ) -> None:
-    """Write a study.toml from a template. An existing file is not overwritten."""
+    """Write a study.toml from a template.
+
+    An existing file is not overwritten.
+    """
     if what != "study":
         raise UsageError(f"'{what}' cannot be written; use cloister new study")
     if path.exists():

@@ -39,7 +39,10 @@ def predict(
         bool, typer.Option("--json", metavar=FLAG, help="Print one JSON object instead of text.")
     ] = False,
 ) -> None:
-    """Label cells with a trained model, with a confidence for each. Nothing is sent."""
+    """Label cells with a trained model, with a confidence for each.
+
+    Nothing is sent.
+    """
     from cloister.cells.files import read_cells, write_cells
     from cloister.workflows.saved_models import load_model
     from cloister.workflows.saved_models.cell_classifier import CellClassifier
