@@ -16,7 +16,7 @@ from cloister.models import cellcnn
 from cloister.mpc.crypto.ckks import scheme as ckks
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.prg import Prg
-from cloister.mpc.threshold_ckks import collective_range, key_switch
+from cloister.mpc.threshold_ckks import collective_range, equal_copies, key_switch
 from cloister.rehearsal.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import (
@@ -665,6 +665,7 @@ def test_k6_weights_of_a_training_that_diverged_are_not_opened(monkeypatch, step
     monkeypatch.setattr(cellcnn, "check_rate", lambda *given: None)
     if step != "new":
         monkeypatch.setattr(collective_range, "check_range", lambda *given: None)
+        monkeypatch.setattr(equal_copies, "check_copies", lambda *given: None)
     if step == "old":
         monkeypatch.setattr(training_opening, "check_norm", lambda slots: None)
     p = params(config, LARGE, open_model=True)

@@ -93,7 +93,7 @@ def ranges(params: Params) -> collective_range.Params:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     parts = [collective_range.cost(ranges(params)), equal_copies.cost(copies(params))]
-    return added({params.aggregator: (len(params.holders), 32 * len(params.holders))}, *parts)
+    return added(*parts, {params.aggregator: (len(params.holders), 32 * len(params.holders))})
 
 
 # ---- tests of keys ---------------------------------------------------------------------------------------------------
