@@ -44,7 +44,12 @@ MALICIOUS = re.compile(r"(?:one |a )?(?:lying|malicious) (\w[\w ]*)")
 CENTER = ("coordinator", "aggregator", "server", "provider")  # whoever adds up, as the protocol calls it
 MEASURED = {  # what the demo measures, for a reader who has not read the workflow's page
     "bin-values": "values in the bin of the pooled quantiles",
+    "choose-genes": "of the 300 genes that pooled cells choose",
     "shared-pca": "smallest cosine with the pooled space",
+    "cluster-cells": "NMI of clusters with cell types",
+    "find-markers": "of the 50 top markers of pooled cells",
+    "model-outcome": "standard error of the planted effect; smaller is better",
+    "find-programs": "cosine with the pooled programs",
     "integrate": "neighbours from other hospitals, as a fraction of a random mixture",
     "find-outliers": "AUROC of cells of a planted clone",
     "map-labels": "accuracy at a hospital without labels",

@@ -218,7 +218,7 @@ def test_what_else_can_end_a_run(another):
     another.kill("hub")
     thread.join()
     assert isinstance(ends[0], PeerLost)
-    another.wait_until(lambda: another.ended("basel").error.get("text", "").startswith("chat L3: 'hub' is gone"))
+    another.wait_until(lambda: another.ended("basel").error.get("text", "").startswith("chat L3: 'hub' dropped out"))
     another.agree()
     another.start("hub")
     assert another.run().result == {"total": 23.0}
