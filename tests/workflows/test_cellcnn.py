@@ -299,8 +299,9 @@ def test_who_trained_nothing_asks_an_opened_model(tmp_path):
     assert run.results["basel"] == {}
 
 
-def test_inputs_of_single_donors_are_opened_only_with_a_consent_of_its_own():
-    options = {**COMMON, "n_steps": 2, "open_model": True, "per": "donor"}
+@pytest.mark.parametrize("drawn", [{"per": "donor"}, {"preset": "rrms-donor"}])
+def test_inputs_of_single_donors_are_opened_only_with_a_consent_of_its_own(drawn):
+    options = {**COMMON, "n_steps": 2, "open_model": True, **drawn}
     study = plan("train-cellcnn", SITES, timeout=10, options=options)
     consent = dict.fromkeys(map(Party, SITES), frozenset({"open-model"}))
     data = {Party(p): a for p, a in sites().items()}

@@ -122,7 +122,7 @@ def page(
     for kit in opened if add_user or remove_user else ():
         if remove_user:
             users.remove(kit, remove_user)
-            out.print(f"{kit.me}: {remove_user} is no user of its page any more", markup=False)
+            out.print(f"{kit.me}: {remove_user} is not a user of its page any more", markup=False)
         else:
             users.add(kit, add_user, token, decides=not look)
             what = "may look" if look else "may look and decide"

@@ -15,7 +15,7 @@ from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError
 from cloister.session import Outcome, RemoteSession, Session
-from cloister.study import Party
+from cloister.study import Party, Study
 from cloister.workflows import Workflow
 from cloister.workflows.model_outcome import figures as drawn
 from cloister.workflows.model_outcome import pooled_outcomes as protocol
@@ -288,6 +288,14 @@ def reads(options: Options, site: str) -> tuple[str, ...]:
     return (*wanted, "label_key") if options.typed else wanted
 
 
+def warnings(study: Study, options: Options) -> list[str]:
+    """What is open in the security argument, before the run."""
+    return [
+        "sums can show a feature or outcome of a donor who alone combines two features, or lies far from all others;"
+        " merge rare groups first (docs/security/model_outcome.md, open findings)"
+    ]
+
+
 WORKFLOW = Workflow(
     name="model-outcome",
     summary="Relate outcomes of donors to features of their cells: survival, logistic, linear and count regression.",
@@ -299,5 +307,6 @@ WORKFLOW = Workflow(
     files=files,
     figures=figures,
     reads=reads,
+    warnings=warnings,
     writes=("uns[{key_added!r}]",),
 )

@@ -260,9 +260,14 @@ def thresholds_of(session: Session, options: Options) -> Thresholds:
     return session.thresholds(min_cells=options.min_cells, min_donors=options.min_donors)
 
 
+def drawn_per(options: Options) -> str:
+    """What inputs are drawn per; a preset decides it, where one is named."""
+    return PRESETS[options.preset].per if options.preset else options.per
+
+
 def check_consent(session: Session, options: Options) -> None:
     """Raise `RefusedError` before anything is sent, if this site's own settings do not allow what the study opens."""
-    by_donor = session.mode == "hardened" and options.open_model and options.per == "donor"
+    by_donor = session.mode == "hardened" and options.open_model and drawn_per(options) == "donor"
     asked = {"open-model": options.open_model, "donor-inputs": by_donor, "validation": options.validate_every > 0}
     for what, wanted in asked.items() if session.mode != "plain" else ():
         if wanted and what not in session.consent:
@@ -432,7 +437,7 @@ def warnings(study: Study, options: Options) -> list[str]:
     if study.mode != "hardened" or not options.open_model:
         return []
     notes = ["open_model: one malicious site can steer the opened weights towards the inputs with the largest logits"]
-    if (PRESETS[options.preset].per if options.preset else options.per) == "donor":
+    if drawn_per(options) == "donor":
         notes.append(
             "open_model with inputs per donor: the first site can combine the batches of all steps so that the opened"
             " weights show the mean of one donor of another site; leave the model encrypted, or draw inputs per class"
