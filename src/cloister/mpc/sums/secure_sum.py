@@ -36,7 +36,7 @@ aggregator with k contributors : the sum over the other survivors, at least t - 
 Assumes
 -------
 Contributors know each other's Ed25519 keys (`[keys]` of the study). At least two contributors; with two, see above.
-Not detected here, with `to_all`: lies (a), (b), (c), (f) of `check_lies` by the aggregator, which amount to another z.
+Not detected here, with `to_all`: (a), (b), (c), (f) of the aggregator in `check_lies`, which amount to another z.
 A contributor that receives another z than the others notices at the next step of the run, whose id depends on it, or
 in `same_view` at its end. Another z for all is noticed with `checked_sum` only.
 
