@@ -158,7 +158,8 @@ def _wait_for_services(kits: Iterable[Path]) -> None:
 
 def measure_in(source: Path, *, quick: bool) -> dict:
     """`measure` in a process of its own, with the package at `source` and the script of the same commit."""
-    words = [sys.executable, str(source.parent / "benchmarks" / "flare_link.py"), "--measure", *(["--quick"] if quick else [])]
+    script = source.parent / "benchmarks" / "flare_link.py"
+    words = [sys.executable, str(script), "--measure", *(["--quick"] if quick else [])]
     env = {**os.environ, "PYTHONPATH": str(source)}
     done = subprocess.run(words, env=env, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
