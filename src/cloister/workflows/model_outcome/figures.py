@@ -128,8 +128,6 @@ def summary(found: protocol.Modelled, options: Any) -> dict[str, Any]:
         "openings": found.openings,
         "notes": list(found.notes),
     }
-    if found.groups:
-        told |= {"groups_of_donors": found.groups, "donors_within_groups": found.inside}
     for i, fit in enumerate(found.fits):
         name = options.features[i] if options.each else "all"
         told.setdefault("regressions", {})[name] = {

@@ -65,7 +65,6 @@ class Options:
     min_cells: int = option(10, "smallest number of cells of a donor, and of a type for its expression")
     min_donors: int = option(3, "smallest number of a site's own donors behind any opened number", opens=True)
     level: float = option(0.95, "level of confidence intervals")
-    rounds: int = option(15, "rounds of Newton's method; all are run")
     key_added: str = option("outcome", "name in uns")
 
     def __post_init__(self) -> None:
@@ -173,7 +172,6 @@ def params_of(sites: tuple[Party, ...], coordinator: Party, options: Options) ->
         () if curves else options.design.fits,
         options.intervals if options.survival else 0,
         options.arms if curves else (),
-        options.rounds,
         options.min_donors,
     )
 
