@@ -14,8 +14,8 @@
     L7   u, S    all sites received the same broadcasts     (same_view)
 
     survival curves instead of L2 to L4:
-    L8   u       donors of an arm by their times, in runs of min_donors or more; the exits of a run lie evenly between
-                 the means of its neighbours, and each has the run's share of events
+    L8   u       donors of an arm by their times, bounded as above, in runs of min_donors or more; the exits of a run
+                 lie evenly between the means of its neighbours, and each has the run's share of events
          u, S    checked sum: donors at risk and events per arm and interval; the log-rank difference within u
 
 `models.outcomes` has the arithmetic. The log likelihood of u is replaced by its quadratic expansion at u's own point b:
@@ -84,10 +84,12 @@ NEAR = 3  # donors, at least, among whom the extra variance of counts is found
 RANK = 1e-10  # singular values below this part of the largest are rounding
 LEVEL = 1 / 3  # of the donors, that make a value of a column a level
 MOST = 0.5  # leverage of one donor in any combination of columns
-PRIOR = 0.5  # standard deviation of the prior that draws a site's own fit towards zero, per deviation of a feature
+PRIOR = 1.0  # standard deviation of the prior that draws a site's own fit towards zero, per deviation of a feature
+FREE = 20.0  # the same where it hardly matters: to see whether outcomes are separated
 DISPERSION = 100.0  # largest extra variance of counts
 PULL = 0.9  # of a donor's deviation, that is left by one step of `bounded`
 PULLS = 20  # steps per donor
+INSIDE = 1e-4  # part by which a value that is moved stays inside its bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ class Donors:
     exposure: F64 | None = None  # (n,), for counts
     arm: I64 | None = None  # (n,), position among the arms; -1: none
     thresholds: Thresholds = field(default_factory=Thresholds)
+    block: I64 | None = None  # (n,), sets of donors that are left out together, the same in every run; -1: left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +281,8 @@ def check_site(params: Params, mine: Donors) -> None:
         )
     if mine.thresholds.min_donors > 1 and n < 2 * (len(params.columns) + 1):
         raise DataError(
-            f"{n} donors here for {len(params.columns)} features; a run needs two donors of each site for every feature, "
-            f"and two more: name at most {n // 2 - 1} features, or leave this site out of the study"
+            f"{n} donors here for {len(params.columns)} features; a site needs two donors for every feature, and two "
+            f"more: name at most {n // 2 - 1} features, or leave this site out of the study"
         )
 
 
@@ -298,9 +301,9 @@ def rare(one: I64, other: I64, least: int) -> Bits:
     return made
 
 
-def common_donors(x: F64, least: int, exposure: F64 | None = None) -> I64:
-    """Donors of whom each level, and each combination of levels of two columns, has at least `least`."""
-    at = np.arange(len(x))
+def common_donors(x: F64, least: int, exposure: F64 | None = None, block: I64 | None = None) -> I64:
+    """Donors of whom each level, and each combination of levels of two columns, has at least `least`; whole blocks."""
+    at = np.arange(len(x)) if block is None else np.flatnonzero(block >= 0)
     while len(at):
         codes = [levels_of(column, least) for column in x[at].T]
         alone = np.zeros(len(at), bool)
@@ -312,6 +315,8 @@ def common_donors(x: F64, least: int, exposure: F64 | None = None) -> I64:
             alone = part * least > part.sum() * (1 + SLACK)
         if not alone.any():
             break
+        if block is not None:
+            alone = np.isin(block[at], block[at[alone]])
         at = at[~alone]
     return at
 
@@ -347,8 +352,7 @@ def bounded(x: F64, least: int) -> F64:
         shares = shares_of(x)
         i, j = np.unravel_index(int(np.argmax(shares)), shares.shape)
         if shares[i, j] * least > 1 + SLACK:
-            mean = float(x[:, j].mean())
-            x[i, j] = mean + PULL * (x[i, j] - mean)
+            x[i, j] = nearest(np.delete(x[:, j], i), float(x[i, j]), least)
             continue
         h = leverage_of(x)
         worst = int(np.argmax(h))
@@ -358,15 +362,26 @@ def bounded(x: F64, least: int) -> F64:
     return np.zeros_like(x)
 
 
+def nearest(others: F64, value: float, least: int) -> float:
+    """The value on the same side of the others' mean that has 1 / least of all squares, however far `value` is."""
+    q, part = len(others) / (len(others) + 1), (1 - INSIDE) / least
+    mean = float(others.mean())
+    reach = np.square(others - mean).sum() * part / (q * (q - part))
+    return mean + float(np.copysign(math.sqrt(reach), value - mean))
+
+
 def prepared(params: Params, mine: Donors) -> Prepared:
     """L2: the donors and columns that this site adds, and their values; from its own rows alone."""
     least, n, P = mine.thresholds.min_donors, len(mine.y), mine.x.shape[1]
     if least == 1:
         return Prepared(np.arange(n), mine.x, mine.y, np.ones(P, bool), float(n), mine.interval, mine.exposure)
     notes: list[str] = []
-    at = common_donors(mine.x, least, mine.exposure)
+    at = common_donors(mine.x, least, mine.exposure, mine.block)
     if n > len(at):
-        notes.append(f"{n - len(at)} of {n} donors have a rare combination of features, and are left out")
+        notes.append(
+            f"{n - len(at)} of {n} donors have a rare combination of features, or are of a block with one who has "
+            "or who lacks a value, and are left out"
+        )
     x, y = mine.x[at], mine.y[at]
     exposure = None if mine.exposure is None else mine.exposure[at]
     interval = None if mine.interval is None else mine.interval[at]
@@ -401,8 +416,10 @@ def prepared(params: Params, mine: Donors) -> Prepared:
         notes.append(f"{moved_in} of {n} donors have features far from the others'; they count with nearer values")
     x = x.copy()
     x[:, opened] = near
-    if params.model not in ("cox", "logistic"):
+    if params.model == "linear":
         y = bounded(y[:, None], least)[:, 0]
+    elif params.model in ("poisson", "negbin"):  # on the scale on which the means are linear
+        y = np.expm1(bounded(np.log1p(y)[:, None], least)[:, 0])
     sizes = [shares_of(near).max(initial=0.0), shares_of(y[:, None]).max() if params.model == "linear" else 0.0]
     donors = min(1 / max(*sizes, 1 / len(x)), float(len(x)))
     if not np.any(near):
@@ -453,11 +470,12 @@ def own_fit(
     eta = rows.x @ b
     codes = ranges_of(eta, ready, params, least, columns)
     table = outcomes.grouped(x, ready.y, codes, ready.exposure, ready.interval, params.intervals)
-    return Own(C, K, table, separated(params, eta, ready)), codes
+    free = rows.x @ outcomes.drawn_to_zero(params.likelihood, rows, FREE, dispersion)
+    return Own(C, K, table, separated(params, free, ready)), codes
 
 
 def separated(params: Params, eta: F64, ready: Prepared) -> bool:
-    """Whether the outcomes of this site are in the order of its own predictions."""
+    """Whether the outcomes of this site are in the order of these predictions."""
     if params.likelihood == "logistic":
         return bool(eta[ready.y > 0].min(initial=np.inf) > eta[ready.y == 0].max(initial=-np.inf))
     if params.likelihood != "cox" or ready.interval is None:
@@ -475,7 +493,8 @@ def heaviest(params: Params, rows: outcomes.Table, found: outcomes.Evaluated, di
         return 0.0
     apart = rows.x - w @ rows.x / w.sum()
     left, size, _ = np.linalg.svd(np.sqrt(w)[:, None] * apart, full_matrices=False)
-    return float(np.square(left[:, size > RANK * max(size.max(initial=0.0), 1e-300)]).sum(axis=1).max(initial=0.0))
+    part = np.square(left[:, size > RANK * max(size.max(initial=0.0), 1e-300)]).sum(axis=1)
+    return float((part + w / w.sum()).max(initial=0.0))
 
 
 def ranges_of(eta: F64, ready: Prepared, params: Params, least: int, columns: F64) -> I64:
@@ -550,15 +569,19 @@ def runs_of(params: Params, mine: Donors) -> tuple[I64, I64, F64, SimilarGroups]
     sizes = np.bincount(mine.arm[mine.arm >= 0], minlength=len(params.arms))
     here = np.flatnonzero((mine.arm >= 0) & (sizes[mine.arm] >= least.min_donors))
     interval, codes, events = mine.interval[here].copy(), np.full(len(here), -1, np.int64), np.zeros(len(here))
+    seen = mine.y[here].copy()
     count = 0
     for a in np.unique(mine.arm[here]).tolist():
         at = np.flatnonzero(mine.arm[here] == a)
+        if least.min_donors > 1:
+            near = np.rint(bounded(interval[at, None].astype(np.float64), least.min_donors)[:, 0]).astype(np.int64)
+            seen[at], interval[at] = followed(seen[at], near, least.min_donors)
         runs = runs_in(interval[at], least.min_donors)
         size = np.bincount(runs)
         if np.bincount(runs, mine.cells[here][at]).min() < least.min_cells:
             continue
         interval[at] = spread(interval[at], runs, params.intervals)
-        events[at] = (np.bincount(runs, mine.y[here][at]) / size)[runs]
+        events[at] = (np.bincount(runs, seen[at]) / size)[runs]
         codes[at] = runs + count
         count += len(size)
     keep = codes >= 0
@@ -673,6 +696,13 @@ def abort(line: str, code: str, text: str) -> ProtocolAbort:
     return ProtocolAbort(NAME, line, code, text)
 
 
+def spread_over(there: Bits, unknown: Bits) -> Bits:
+    """Marks of all columns, from those of the columns that are there."""
+    made = ~there
+    made[there] = unknown[: int(there.sum())]
+    return made
+
+
 class State:
     """What every party makes of the sums, alike."""
 
@@ -700,7 +730,11 @@ class State:
     def _take_counts(self, total: F64) -> None:
         self.donors, self.total = float(total[0]), float(total[1])
         if not self.donors >= 1:
-            raise abort("L2", "no-donors", "no site has enough donors of each outcome")
+            raise abort(
+                "L2",
+                "no-donors",
+                "no site has min_donors donors with the outcome, min_donors without it and a feature that varies",
+            )
         if self.params.model == "negbin":
             self.dispersion = min(outcomes.dispersion_of(float(total[2]), float(total[3])), DISPERSION)
         most = max(len(f) for f in self.params.fits)
@@ -733,9 +767,12 @@ class State:
             u = p * (p + 1) // 2
             C, K = total[at : at + p], full(total[at + p : at + p + u], p)
             at += p + u
-            unknown = outcomes.singular(K)
+            there = np.diag(K) > 0
+            unknown = outcomes.singular(K[np.ix_(there, there)]) if there.any() else np.ones(1, bool)
             if unknown.any():
-                names = ", ".join(f"'{self.params.columns[c]}'" for c, bad in zip(f, unknown, strict=True) if bad)
+                names = ", ".join(
+                    f"'{self.params.columns[c]}'" for c, bad in zip(f, spread_over(there, unknown), strict=True) if bad
+                )
                 raise abort(
                     "L3",
                     "singular",
@@ -743,8 +780,16 @@ class State:
                     "combination of others within every site, or too few donors of a level with each outcome; leave "
                     "features out",
                 )
-            self.betas.append(np.linalg.solve(K, C))
-            self.covariances.append(np.linalg.inv(K))
+            beta, covariance = np.zeros(p), np.full((p, p), math.nan)
+            beta[there] = np.linalg.solve(K[np.ix_(there, there)], C[there])
+            covariance[np.ix_(there, there)] = np.linalg.inv(K[np.ix_(there, there)])
+            self.betas.append(beta)
+            self.covariances.append(covariance)
+            for name in [self.params.columns[c] for c, ok in zip(f, there, strict=True) if not ok]:
+                self.notes.append(
+                    f"'{name}' is not estimated: it does not vary, or a level of it has fewer than min_donors donors "
+                    "with or without the outcome at every site"
+                )
 
     def _take_checks(self, total: F64) -> None:
         made = []
@@ -756,7 +801,7 @@ class State:
             made.append(
                 Fit(
                     f,
-                    self.betas[i],
+                    np.where(np.isfinite(np.diag(self.covariances[i])), self.betas[i], math.nan),
                     self.covariances[i],
                     math.inf,
                     self.dispersion,
@@ -777,7 +822,7 @@ class State:
         for f in self.params.fits:
             df = self.donors - sites - len(f)
             A, b = XX[np.ix_(f, f)], Xy[[*f]]
-            if df < 1:
+            if not (df >= 1 and self.donors >= 1):
                 raise abort(
                     "L3",
                     "few-donors",

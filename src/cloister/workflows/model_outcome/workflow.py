@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cloister.arrays import F64, I64
+from cloister.arrays import F64, I64, Bits
 from cloister.cells import tables as cells
 from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError
 from cloister.session import Outcome, RemoteSession, Session
-from cloister.study import Party, Study
+from cloister.study import Party
 from cloister.workflows import Workflow
 from cloister.workflows.model_outcome import figures as drawn
 from cloister.workflows.model_outcome import pooled_outcomes as protocol
@@ -248,8 +249,21 @@ def donors_of(adata: AnnData, options: Options, thresholds: Thresholds | None = 
     def some(column: Any) -> Any:
         return None if column is None else column[at_all]
 
-    mine = Donors(x[at_all], y[at_all], samples.cells[at_all], some(interval), some(exposure), some(arm), thresholds)
-    return mine, notes
+    block = None if options.model == "km" else blocks_of(samples.names, whole & there, thresholds.min_donors)
+    columns = (some(interval), some(exposure), some(arm), thresholds, some(block))
+    return Donors(x[at_all], y[at_all], samples.cells[at_all], *columns), notes
+
+
+def blocks_of(names: Sequence[str], there: Bits, least: int) -> I64:
+    """Blocks of `least` donors or more by a hash of their names; -1 where one of the block is not there.
+
+    Runs on the same donors that leave out some differ in whole blocks, whatever their features.
+    """
+    order = sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
+    block = np.empty(len(names), np.int64)
+    block[order] = np.minimum(np.arange(len(names)) // least, max(len(names) // least - 1, 0))
+    block[np.isin(block, block[~there])] = -1
+    return block
 
 
 def check(adata: AnnData, options: Options) -> list[str]:
@@ -286,14 +300,6 @@ def reads(options: Options, site: str) -> tuple[str, ...]:
     return (*wanted, "label_key") if options.typed else wanted
 
 
-def warnings(study: Study, options: Options) -> list[str]:
-    """What is open in the security argument, before the run."""
-    return [
-        "sums can show a feature or outcome of a donor who alone combines two features, or lies far from all others;"
-        " merge rare groups first (docs/security/model_outcome.md, open findings)"
-    ]
-
-
 WORKFLOW = Workflow(
     name="model-outcome",
     summary="Relate outcomes of donors to features of their cells: survival, logistic, linear and count regression.",
@@ -305,6 +311,5 @@ WORKFLOW = Workflow(
     files=files,
     figures=figures,
     reads=reads,
-    warnings=warnings,
     writes=("uns[{key_added!r}]",),
 )
