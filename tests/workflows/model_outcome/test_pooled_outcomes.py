@@ -54,7 +54,7 @@ def test_the_pooled_fit_equals_the_reference(model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_default_thresholds_stay_close_to_the_reference(model):
-    """One step from each site's own point: within 0.8 standard errors; linear models exactly."""
+    """One step from each site's own point: within 0.9 standard errors; linear models exactly."""
     c = case(model, seed=7, p=3)
     run = run_protocol(protocol, c)
     check_no_errors(run)
@@ -62,7 +62,7 @@ def test_default_thresholds_stay_close_to_the_reference(model):
         (fit,) = found.fits
         errors = np.array(ANSWERS[model]["errors"])
         apart = np.abs(fit.coefficients - ANSWERS[model]["coefficients"]) / errors
-        assert apart.max() < (1e-6 if model == "linear" else 0.8)
+        assert apart.max() < (1e-6 if model == "linear" else 0.9)
         np.testing.assert_allclose(np.sqrt(np.diag(fit.covariance)), errors, rtol=1e-6 if model == "linear" else 0.2)
 
 
