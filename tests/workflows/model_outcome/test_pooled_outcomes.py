@@ -19,6 +19,7 @@ from cloister.testing import (
     transcript,
     values,
 )
+from cloister.workflows.common.bounded_values import shares_of
 from cloister.workflows.model_outcome import pooled_outcomes as protocol
 from cloister.workflows.model_outcome.baselines import pooled
 from cloister.workflows.model_outcome.workflow import blocks_of
@@ -306,7 +307,7 @@ def test_a_feature_far_from_all_others_does_not_show(model):
     near = protocol.Donors(x, y, np.full(40, 20), rng.integers(0, 24, 40) if model == "cox" else None)
     far = dataclasses.replace(near, x=np.where(np.arange(40)[:, None] == 7, 1e6, x))
     same(c.params, near, far, rtol=1e-6)
-    assert protocol.shares_of(protocol.prepared(c.params, far).x).max() <= 1 / 3
+    assert shares_of(protocol.prepared(c.params, far).x).max() <= 1 / 3
 
 
 @pytest.mark.parametrize("model", ["linear", "poisson", "negbin"])
@@ -384,7 +385,7 @@ def test_what_a_site_adds_rests_on_enough_donors_whatever_its_features():
         used += 1
         closed += not ready.open.all()
         free = ready.x[:, ready.open]
-        assert protocol.shares_of(free).max() <= 1 / 3 + 1e-9
+        assert shares_of(free).max() <= 1 / 3 + 1e-9
         assert protocol.leverage_of(free).max() <= 0.5 + 1e-6
         for i in range(p):
             for j in range(i + 1):

@@ -75,6 +75,7 @@ from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.sums import checked_sum, common_seed, consistency_check
 from cloister.study import Party
+from cloister.workflows.common.bounded_values import bounded_columns, shares_of
 from cloister.workflows.common.gene_moments import join_sum, split_sum
 
 NAME = "pooled_outcomes"
@@ -89,7 +90,6 @@ FREE = 20.0  # the same where it hardly matters: to see whether outcomes are sep
 DISPERSION = 100.0  # largest extra variance of counts
 PULL = 0.9  # of a donor's deviation, that is left by one step of `bounded`
 PULLS = 20  # steps per donor
-INSIDE = 1e-4  # part by which a value that is moved stays inside its bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,13 +321,6 @@ def common_donors(x: F64, least: int, exposure: F64 | None = None, block: I64 | 
     return at
 
 
-def shares_of(x: F64) -> F64:
-    """Part of each row in the sum of squares of each column around its mean."""
-    d = np.square(x - x.mean(axis=0))
-    made: F64 = d / np.maximum(d.sum(axis=0), 1e-300)
-    return made
-
-
 def leverage_of(x: F64) -> F64:
     """Of each row, in the span of these columns and a constant."""
     d = x - x.mean(axis=0)
@@ -346,28 +339,17 @@ def bounded(x: F64, least: int) -> F64:
     x = x.copy()
     if least == 1 or not x.shape[1]:
         return x
+    x = bounded_columns(x, least)
     rank = np.linalg.matrix_rank(x - x.mean(axis=0)) + 1
     most = min(MOST, max(1 / least, 2 * rank / len(x)))
-    for _ in range(PULLS * x.size):
-        shares = shares_of(x)
-        i, j = np.unravel_index(int(np.argmax(shares)), shares.shape)
-        if shares[i, j] * least > 1 + SLACK:
-            x[i, j] = nearest(np.delete(x[:, j], i), float(x[i, j]), least)
-            continue
+    for _ in range(PULLS * len(x)):
+        x = bounded_columns(x, least)
         h = leverage_of(x)
         worst = int(np.argmax(h))
         if h[worst] <= most * (1 + SLACK):
             return x
         x[worst] = x.mean(axis=0) + PULL * (x[worst] - x.mean(axis=0))
     return np.zeros_like(x)
-
-
-def nearest(others: F64, value: float, least: int) -> float:
-    """The value on the same side of the others' mean that has 1 / least of all squares, however far `value` is."""
-    q, part = len(others) / (len(others) + 1), (1 - INSIDE) / least
-    mean = float(others.mean())
-    reach = np.square(others - mean).sum() * part / (q * (q - part))
-    return mean + float(np.copysign(math.sqrt(reach), value - mean))
 
 
 def prepared(params: Params, mine: Donors) -> Prepared:
