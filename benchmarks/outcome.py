@@ -2,6 +2,7 @@
 
     python benchmarks/outcome.py agreement            the pooled fit, and that of the protocol, against the packages
     python benchmarks/outcome.py cohorts --model cox --donors 100 --hospitals 5 --repetitions 200
+    python benchmarks/outcome.py real                 real donor sets of ../shared/data: AML and CMV, one marker a run
     python benchmarks/outcome.py protocol             a few of these cohorts through the protocol, with bytes and time
 
 Donors are drawn from the lung cells of `demo_sites`: a donor is 80 real cells of a hospital, with a tilt of its own
@@ -34,6 +35,7 @@ from cloister.workflows.model_outcome.pooled_outcomes import Donors, Params
 HUB = Party("hub")
 CELLS, INTERVALS, HORIZON = 80, 36, 6.0
 AGE = 0.4
+DATA = Path(__file__).parents[1] / ".." / "shared" / "data"
 
 
 def composition() -> list[Any]:
@@ -226,9 +228,66 @@ def through() -> None:
             )
 
 
+def real_sets() -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray, list[str]]]:
+    """Cells, donors, labels of the donors and names of markers of the real donor sets."""
+    aml = np.load(DATA / "cytometry" / "aml_flowcap_cytodx.npz")
+    cmv = np.load(DATA / "nk_cmv_pricell" / "nk_cmv_cells.npz")
+    scatter = np.arcsinh(aml["X"] / 5)
+    return {
+        "AML or healthy (FlowCAP-II)": (scatter, aml["donor"], aml["donor_label"], aml["markers"].tolist()),
+        "CMV or not, NK cells": (cmv["X_milli"] / 1000, cmv["donor"], cmv["donor_label"], cmv["markers"].tolist()),
+    }
+
+
+def real() -> None:
+    """Logistic regression of each marker's mean alone, on two hospitals of ten donors each."""
+    import anndata
+
+    for name, (x, donor, label, markers) in real_sets().items():
+        donor = np.unique(donor, return_inverse=True)[1]
+        order = np.argsort(label, kind="stable")
+        home = np.empty(len(label), int)
+        home[order] = np.arange(len(label)) % 2  # cases and controls at both hospitals
+        data = {}
+        for h, site in enumerate(("basel", "vienna")):
+            rows = np.flatnonzero(home[donor] == h)
+            obs = {m: x[rows, j].astype(float) for j, m in enumerate(markers)}
+            obs |= {"donor": [f"donor-{d}" for d in donor[rows]], "label": label[donor[rows]].astype(int)}
+            data[site] = anndata.AnnData(np.zeros((len(rows), 1)), obs=obs)
+        apart, ratios, ended, kept = [], [], {}, []
+        for marker in markers:
+            given = {"model": "logistic", "outcome_key": "label", "donor_key": "donor", "features": (f"mean:{marker}",)}
+            beside = cl.outcome_baselines(data, **given)
+            pooled_fit = beside["pooled"]["coefficients"]
+            try:
+                ours = cl.rehearse("model-outcome", data=data, **given).data["basel"].uns["outcome"]["coefficients"]
+            except CloisterError as e:
+                words = str(e)
+                ended[marker] = "separated" if "separated" in words else words[:60]
+                continue
+            if not len(pooled_fit):
+                ended[marker] = "pooled separated"
+                continue
+            b, p = ours.iloc[0], pooled_fit.iloc[0]
+            apart.append((b["coefficient"] - p["coefficient"]) / p["error"])
+            ratios.append(b["error"] / p["error"])
+            kept.append(
+                (float(p["p"]), f"{marker} {p['coefficient']:.2f} (here {b['coefficient']:.2f})", float(b["p"]))
+            )
+        most, middle = np.abs(apart).max(), np.median(np.abs(apart))
+        clear, here = (sum(k[i] < 0.05 for k in kept) for i in (0, 2))
+        print(
+            f"{name}: {len(label)} donors, {len(markers)} markers, {len(apart)} compared; from the pooled fit: "
+            f"median {middle:.2f} errors, at most {most:.2f}; error over the pooled one, median "
+            f"{np.median(ratios):.2f}; p < 0.05 at pooled {clear}, here {here}"
+        )
+        print("   strongest:", "; ".join(f"{m} p {a:.3f} (here {b:.3f})" for a, m, b in sorted(kept)[:4]))
+        print("   ended:", ended or "none")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("agreement", "cohorts", "protocol"))
+    parser.add_argument("what", choices=("agreement", "cohorts", "protocol", "real"))
     parser.add_argument("--model", default="cox", choices=("cox", "logistic", "linear", "negbin"))
     parser.add_argument("--donors", type=int, default=100)
     parser.add_argument("--hospitals", type=int, default=5)
@@ -241,4 +300,4 @@ if __name__ == "__main__":
     if given.what == "cohorts":
         cohorts(given.model, given.donors, given.hospitals, given.repetitions, given.effect, given.term)
     else:
-        {"agreement": agreement, "protocol": through}[given.what]()
+        {"agreement": agreement, "protocol": through, "real": real}[given.what]()

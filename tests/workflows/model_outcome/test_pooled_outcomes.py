@@ -333,7 +333,7 @@ def test_a_time_far_from_all_others_does_not_show(model):
         interval,
         arm=np.zeros(40, np.int64),
     )
-    near.interval[7] = 16
+    near.interval[7] = 20
     far = dataclasses.replace(near, interval=np.where(np.arange(40) == 7, 23, near.interval))
     same(c.params, near, far)
 

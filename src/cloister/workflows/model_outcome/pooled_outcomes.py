@@ -551,19 +551,18 @@ def runs_of(params: Params, mine: Donors) -> tuple[I64, I64, F64, SimilarGroups]
     sizes = np.bincount(mine.arm[mine.arm >= 0], minlength=len(params.arms))
     here = np.flatnonzero((mine.arm >= 0) & (sizes[mine.arm] >= least.min_donors))
     interval, codes, events = mine.interval[here].copy(), np.full(len(here), -1, np.int64), np.zeros(len(here))
-    seen = mine.y[here].copy()
     count = 0
     for a in np.unique(mine.arm[here]).tolist():
         at = np.flatnonzero(mine.arm[here] == a)
         if least.min_donors > 1:
-            near = np.rint(bounded(interval[at, None].astype(np.float64), least.min_donors)[:, 0]).astype(np.int64)
-            seen[at], interval[at] = followed(seen[at], near, least.min_donors)
+            near = bounded_columns(interval[at, None].astype(np.float64), least.min_donors)[:, 0]
+            interval[at] = np.clip(np.rint(near), 0, params.intervals - 1).astype(np.int64)
         runs = runs_in(interval[at], least.min_donors)
         size = np.bincount(runs)
         if np.bincount(runs, mine.cells[here][at]).min() < least.min_cells:
             continue
         interval[at] = spread(interval[at], runs, params.intervals)
-        events[at] = (np.bincount(runs, seen[at]) / size)[runs]
+        events[at] = (np.bincount(runs, mine.y[here][at]) / size)[runs]
         codes[at] = runs + count
         count += len(size)
     keep = codes >= 0
