@@ -123,11 +123,17 @@ def term_of(found: protocol.Modelled | None, term: int = 0) -> tuple[float, floa
 
 def cohorts(model: str, donors: int, hospitals: int, repetitions: int, effect: float, term: int) -> None:
     start = time.perf_counter()
+    used: list[float] = []
+    closed: list[bool] = []
     names = ("cloister", "pooled", "meta-analysis", "largest alone")
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     for seed in range(repetitions):
         params, held = cohort(np.random.default_rng([seed, donors, hospitals]), model, donors, hospitals, effect)
         alone = [pooled(params, {u: d}) for u, d in held.items()]
+        able = [d for d in held.values() if len(d.y) >= 2 * (len(params.columns) + 1)]
+        ready = [protocol.prepared(params, mine) for mine in able]
+        used.append(sum(len(r.at) for r in ready) / sum(len(d.y) for d in held.values()))
+        closed += [not r.open.all() for r in ready if r.donors > 0]
         together = {
             "cloister": ideal(params, held),
             "pooled": pooled(params, held),
@@ -142,6 +148,10 @@ def cohorts(model: str, donors: int, hospitals: int, repetitions: int, effect: f
         f"{model}, {donors} donors, {hospitals} hospitals, '{params.columns[term]}' with an effect of {effect}, "
         f"{len(params.columns)} feature(s), "
         f"{repetitions} repetitions, {took:.0f} s"
+    )
+    print(
+        f"  donors used {np.mean(used):.0%}; hospitals at which a factor has a cell too small for its coefficient "
+        f"{np.mean(closed):.0%}"
     )
     whole = np.array(found["pooled"])
     for name in names:
@@ -281,6 +291,8 @@ def real() -> None:
             f"median {middle:.2f} errors, at most {most:.2f}; error over the pooled one, median "
             f"{np.median(ratios):.2f}; p < 0.05 at pooled {clear}, here {here}"
         )
+        far = sorted(zip(np.abs(apart), [k[1] for k in kept], strict=True))[-2:]
+        print("   farthest:", "; ".join(f"{name} {v:.2f}" for v, name in reversed(far)))
         print("   strongest:", "; ".join(f"{m} p {a:.3f} (here {b:.3f})" for a, m, b in sorted(kept)[:4]))
         print("   ended:", ended or "none")
 

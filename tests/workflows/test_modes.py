@@ -132,6 +132,9 @@ def rehearsed(name, mode, options, folder):
             a.obs["donor"] = [f"d{i % 12}" for i in range(a.n_obs)]  # six of each class
         return rehearse(name, data, mode=mode, keep=str(folder) if mode != "plain" else "", **options)
     data = partly_labelled() if name in ("propagate-labels", "fine-tune") else sites()
+    if name == "find-programs":  # donors with cells of both types
+        for a in data.values():
+            a.obs["donor"] = [f"d{i // 2 % 6}" for i in range(a.n_obs)]
     return rehearse(name, data, mode=mode, timeout=300.0, **options)
 
 
