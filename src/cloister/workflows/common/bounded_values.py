@@ -35,14 +35,13 @@ def bounded_columns(x: F64, least: int) -> F64:
     if least == 1 or n < 2 or not x.size:
         return x
     q = (n - 1) / n
-    size = np.maximum(np.abs(x).max(axis=0), 1e-300)
     todo = np.arange(x.shape[1])
     for _ in range(ROUNDS):
         some = x[:, todo]
         shares = shares_of(some)
         worst = shares.argmax(axis=0)
         at = np.arange(len(todo))
-        small = np.ptp(some, axis=0) <= RANK * size[todo]
+        small = np.ptp(some, axis=0) <= RANK * np.abs(some).max(axis=0)
         over = (shares[worst, at] * least > 1 + SLACK) & ~small
         todo, worst, some = todo[over], worst[over], some[:, over]
         if not len(todo):
@@ -58,6 +57,6 @@ def bounded_columns(x: F64, least: int) -> F64:
         x[worst, todo] = mean + np.copysign(reach, value - mean)
     else:
         x[:, todo] = np.median(x[:, todo], axis=0)
-    flat = np.ptp(x, axis=0) <= RANK * size
+    flat = np.ptp(x, axis=0) <= RANK * np.abs(x).max(axis=0)
     x[:, flat] = np.median(x[:, flat], axis=0)
     return x
