@@ -18,9 +18,10 @@ from cloister.cells.files import write_cells
 from cloister.cli import main as cli
 from cloister.cli.rehearse import _check_free
 from cloister.errors import DataError, DiskError, ParameterError, ProtocolAbort
+from cloister.rehearsal.record import Drawing
 from cloister.rehearsal.rehearsal import rehearse
 from cloister.rehearsal.results import save_run
-from cloister.rehearsal.run import Drawing, Run
+from cloister.rehearsal.run import Run
 
 SITES = ("basel", "geneva", "lugano", "zurich")
 GENES = 60
