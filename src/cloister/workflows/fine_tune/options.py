@@ -16,7 +16,9 @@ IMAGES = ("cnn", "resnet", "vit")
 class Options:
     label_key: str = option("cell_type", "column of obs with the labels, NaN where missing")
     model: Literal["mlp", "scgpt", "cnn", "resnet", "vit"] = option("mlp", "network to train")
-    use_rep: str | None = option("X_pca", "key of obsm with the inputs of an MLP; X if none")
+    use_rep: str | None = option(
+        "X_shared_pca", "key of obsm with the inputs of an MLP, one space of all sites as from shared-pca; X if none"
+    )
     labels: tuple[str, ...] = option((), "complete list of label names; if empty, the sites' names are collected")
     rounds: int = option(20, "number of rounds")
     clients_per_round: int = option(0, "number of sites that train per round; 0 for all", modes=PAPER)
