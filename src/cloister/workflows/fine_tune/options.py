@@ -28,7 +28,7 @@ class Options:
     batch_size: int = option(64, "cells per step; hardened mode always takes all cells")
     lr: float = option(0.0, "learning rate; 0 for 0.03 in hardened and 0.003 in published mode")
     schedule: Literal["constant", "cosine"] = option("constant", "learning-rate schedule over the rounds")
-    schedule_rounds: int = option(0, "length of a cosine schedule in rounds; 0 for the trained rounds")
+    schedule_rounds: int = option(0, "length of a cosine schedule in rounds; 0 for the trained rounds", retired=True)
     optimizer: Literal["adam", "sgd"] = option("adam", "optimiser of a site, started anew in every round", modes=PAPER)
     momentum: float = option(0.9, "momentum of sgd", modes=PAPER)
     weight_decay: float = option(0.0, "weight decay of the optimiser")
@@ -67,7 +67,7 @@ class Options:
         "accuracy", "validation score that chooses the best round"
     )
     patience: int = option(0, "validations without improvement before training stops; 0 for never")
-    update_bound: float = option(4.0, "largest absolute entry of an update", modes=PAPER)
+    update_bound: float = option(4.0, "largest absolute entry of an update", modes=PAPER, retired=True)
     donor_key: str | None = option(None, "column of obs with donor names; noise then protects donors instead of cells")
     dp_noise: float | None = option(
         None, "noise multiplier of differential privacy; by default 5 in hardened and 0 in published mode"
@@ -89,7 +89,7 @@ class Options:
     n_neighbors: int = option(10, "number of neighbours per cell in the graph of label propagation")
     alpha: float = option(0.99, "weight of a step along that graph, between 0 and 1")
     similarity_power: float = option(
-        1.0, "exponent of the similarities in that graph; a larger one favours near cells", modes=PAPER
+        1.0, "exponent of the similarities in that graph; a larger one favours near cells", modes=PAPER, retired=True
     )
     balance: bool = option(
         default=False, help="give the labels of every class the same total weight in that graph", modes=PAPER

@@ -64,7 +64,7 @@ class Options:
         modes=WEAKER,
     )
     class_means_from: int = option(
-        2, "minimum number of labels of a class over all sites to open its mean", modes=WEAKER
+        2, "minimum number of labels of a class over all sites to open its mean", modes=WEAKER, retired=True
     )
 
     def __post_init__(self) -> None:
