@@ -241,6 +241,13 @@ LATE = (
 )  # verbs, so that help is quick; what its options ask for
 
 
+@functools.cache
+def brought_by(name):
+    """The heavy engines that a file imports when it is imported."""
+    early = [n for n, deep, hidden in walk_imports(tree(name)) if not deep and not hidden]
+    return {m.split(".")[0] for n in early for m in named(name, n)} & HEAVY
+
+
 def test_imports_stand_at_the_top_unless_they_bring_a_heavy_engine():
     graph = module_graph()
 
@@ -249,8 +256,7 @@ def test_imports_stand_at_the_top_unless_they_bring_a_heavy_engine():
         seen, queue, found = {name}, [name], set()
         while queue:
             here = queue.pop()
-            early = [n for n, deep, hidden in walk_imports(tree(here)) if not deep and not hidden]
-            found |= {m.split(".")[0] for n in early for m in named(here, n)} & HEAVY
+            found |= brought_by(here)
             for other in graph[here][0] - seen:
                 seen.add(other)
                 queue.append(other)
