@@ -41,8 +41,8 @@ def sites(**options):
     return {name: site(i, **options) for i, name in enumerate(SITES)}
 
 
-COMMON = {"n_filters": 3, "n_cells": 40, "n_inputs": 30, "batch": 16, "learning_rate": 0.3}
-HELD = {"hold_out": 2, "min_donors": 2}
+COMMON = {"n_filters": 3, "n_cells": 40, "n_inputs": 30, "batch": 16, "learning_rate": 0.3, "min_donors": 2}
+HELD = {"hold_out": 2}
 
 
 def test_the_clear_twin_learns_and_writes_its_results():

@@ -71,6 +71,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cloister.arrays import F64, U64
+from cloister.disclosure import Contribution
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.mpc.crypto.ckks import scheme as ckks
@@ -285,20 +286,24 @@ def read_ciphers(params: Params, got: Gradient | Summed, line: str, sender: Part
 async def holder(
     ch: Channel,
     params: Params,
-    X: F64,
+    X: F64 | Contribution,
     Y: F64,
     store: KeyStore | None = None,
-    held: tuple[F64, F64] | None = None,
+    held: tuple[F64 | Contribution, F64] | None = None,
     *,
     entropy: Entropy,
     consent: frozenset[str],
 ) -> Trained:
     """A site's part. X (steps, n, m) and one-hot Y (steps, n, o) are its batches; they never leave it.
 
-    `held` are inputs and labels for validation, if the parties agreed on it.
+    `held` are inputs and labels for validation, if the parties agreed on it. A malicious site can make any function of
+    both be opened: where they are contributions, the receipt records the smallest group behind an input.
     """
     if params.open_model and "open-model" not in consent:
         raise RefusedError("this site did not consent to opening the model; allow it, or train with open_model=False")
+    X = contributed(ch, X, "inputs to train on")
+    if held is not None:
+        held = contributed(ch, held[0], "inputs to validate on"), held[1]
     cellcnn.check_batches(params.config, X, Y)
     cellcnn.check_rate(params.config, X, Y)
     if params.validate_every:
@@ -338,6 +343,12 @@ async def holder(
         state = site.state if site.audits else None
         done.weights = await open_at_site(ch, params, keys, state, entropy=entropy, consent=consent)
     return done
+
+
+def contributed(ch: Channel, X: F64 | Contribution, what: str) -> F64:
+    if not isinstance(X, Contribution):
+        return X
+    return np.asarray(ch.contribute(X, protocol=NAME, line="L3", what=what))
 
 
 async def begin(ch: Channel, params: Params, store: KeyStore | None, entropy: Entropy) -> tuple[Keys, Start]:
