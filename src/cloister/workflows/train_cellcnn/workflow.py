@@ -172,13 +172,13 @@ def check(adata: AnnData, options: Options) -> list[str]:
             )
         if sum(c == label for c in donors.values()) == 1:
             notes.append(f"class '{label}' has one donor at this site: the model may learn the donor, not the class")
-    check_thresholds(adata, options, least)
     if grouped:
         for label, number in groups_of(adata, options, least).left_out().items():
             notes.append(
                 f"class '{label}' has {number} donors here, fewer than a group of min_donors={options.min_donors}: they"
                 " are not used"
             )
+    check_thresholds(adata, options, least)
     fewest = min(adata.obs[options.sample_key].astype(str).value_counts())
     if fewest < options.n_cells:
         notes.append(f"a donor has {fewest} cells, fewer than n_cells={options.n_cells}; cells are drawn repeatedly")
@@ -502,8 +502,10 @@ def warnings(study: Study, options: Options) -> list[str]:
         ]
     if not options.open_model:
         return []
-    what = f"the mean of one group of {options.min_donors} or more donors of another site"
-    return [f"open_model: one malicious site can choose what the opened weights show, down to {what}"]
+    return [
+        "open_model: one malicious site can steer the opened weights towards the mean of one group of min_donors ="
+        f" {options.min_donors} or more donors of another site, but not of fewer"
+    ]
 
 
 WORKFLOW = Workflow(

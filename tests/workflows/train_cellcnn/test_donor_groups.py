@@ -1,0 +1,122 @@
+"""Inputs of donor groups: on how many donors and cells whatever depends on them rests."""
+
+import numpy as np
+import pytest
+
+from cloister.disclosure import Rows, Thresholds
+from cloister.errors import DataError
+from cloister.models import cellcnn
+from cloister.mpc.sums import pooled_scaling
+from cloister.workflows.train_cellcnn.donor_groups import DonorGroups
+
+
+def site(counts, seed=0, markers=4):
+    """Cells of donors of two classes in turn, in mixed order."""
+    rng = np.random.default_rng(seed)
+    names = rng.permutation(np.repeat([f"d{i}" for i in range(len(counts))], counts))
+    return rng.normal(size=(len(names), markers)), names, {f"d{i}": "ab"[i % 2] for i in range(len(counts))}
+
+
+def weights(groups, names):
+    """Weight of every cell of the site in every input: inputs of unit vectors."""
+    rows, _ = groups.rows(names)
+    return groups.inputs(np.eye(len(names))[rows])[0]
+
+
+@pytest.mark.parametrize("counts", [[30] * 14, [20, 400, 25, 31, 90, 1000, 44, 60, 35, 52, 77], [12] * 6])
+def test_every_function_of_inputs_rests_on_as_many_donors_and_cells_as_agreed(counts):
+    """Leverage of donors and cells in the span of all inputs and of the sums of the pooled scaling."""
+    _, names, classes = site(counts)
+    groups = DonorGroups.of(classes, names, Thresholds(10, 3))
+    W = weights(groups, names)
+    rows, _ = groups.rows(names)
+    pooled = np.bincount(rows, minlength=len(names)).astype(float)
+    both = np.vstack([W, pooled])
+    assert np.linalg.matrix_rank(both) == len(groups)  # the scaling adds no combination of its own
+    donors = np.array([[w[names == d].sum() for d in groups.donors] for w in W])
+    for table, least in ((W, 10), (donors, 3)):
+        basis = np.linalg.qr(table.T)[0]
+        assert np.square(basis).sum(axis=1).max() <= 1 / least + 1e-12
+    for row in donors:  # donors of a group weigh the same
+        assert np.ptp(row[row > 0]) < 1e-12
+        assert (row > 0).sum() >= 3
+
+
+def test_a_class_of_too_few_donors_is_left_out_and_a_site_of_too_few_is_refused():
+    _, names, classes = site([20] * 5)
+    groups = DonorGroups.of(classes, names, Thresholds(10, 3))
+    assert groups.left_out() == {"b": 2}
+    assert groups.labels == ["a"]
+    assert set(groups.rows(names)[0]) == set(np.flatnonzero(np.isin(names, ["d0", "d2", "d4"])))
+    _, names, classes = site([20] * 4)
+    with pytest.raises(DataError, match="no class has min_donors = 3 donors"):
+        DonorGroups.of(classes, names, Thresholds(10, 3)).check()
+
+
+def test_a_donor_of_few_cells_makes_groups_larger():
+    """Four cells of every donor: three donors are twelve cells, fewer than 20."""
+    _, names, classes = site([4] * 20)
+    assert len(DonorGroups.of(classes, names, Thresholds(10, 3))) == 6
+    groups = DonorGroups.of(classes, names, Thresholds(20, 3))
+    assert np.bincount(groups.codes).tolist() == [5, 5, 5, 5]
+
+
+def test_groups_depend_on_names_and_classes_alone():
+    _, names, classes = site([30] * 12)
+    first = DonorGroups.of(classes, names, Thresholds(10, 3))
+    again = DonorGroups.of(dict(reversed(classes.items())), np.random.default_rng(3).permutation(names), first.thresholds)
+    assert again.donors == first.donors
+    np.testing.assert_array_equal(again.codes, first.codes)
+
+
+def test_whole_groups_are_held_out_whatever_the_seed():
+    """Else two runs would show the difference of two groups that share most donors."""
+    _, names, classes = site([30] * 18)
+    groups = DonorGroups.of(classes, names, Thresholds(10, 3))
+    whole = {frozenset(d for d, g in zip(groups.donors, groups.codes, strict=True) if g == k) for k in range(len(groups))}
+    for seed in range(20):
+        kept = groups.held_out(3, np.random.default_rng(seed))
+        for part in (groups.without(kept), groups.among(kept)):
+            for k in range(len(part)):
+                assert frozenset(np.array(part.donors)[part.codes == k]) in whole
+        assert not set(groups.without(kept).donors) & set(kept)
+        assert {classes[d] for d in kept} == {"a", "b"}
+        rows = groups.without(kept).rows(names)[0]
+        np.testing.assert_array_equal(rows, rows[np.isin(rows, groups.rows(names)[0])])
+    with pytest.raises(DataError, match="too few donors at this site to hold out 7"):
+        groups.held_out(7, np.random.default_rng(0))
+
+
+def test_the_sums_of_scaling_less_inputs_show_no_outlier():
+    """Pooled scaling moves values far beyond the others; a group mean of unmoved ones would show by how much."""
+    x, names, classes = site([40] * 6)
+    x[np.flatnonzero(names == "d1")[7], 2] = 1e4
+    least = Thresholds(10, 3)
+    groups = DonorGroups.of(classes, names, least)
+    rows, whose = groups.rows(names)
+    own = Rows(len(rows), whose, least)
+    held = pooled_scaling.Fence.of(x[rows], own).hold(x[rows])
+    assert held.max() < 100
+    np.testing.assert_array_equal(pooled_scaling.Fence.of(held, own).hold(held), held)  # scaling moves none again
+    means, part = groups.inputs(held)
+    np.testing.assert_allclose(means.mean(axis=0), pooled_scaling.fenced_scaling([held], least, [whose]).mean)
+    assert (part.cells, part.donors, part.withheld) == (120, 3, 0)
+
+
+def test_combinations_of_batches_show_a_group_but_no_donor():
+    """The attack of benchmarks/combined_batches.py: least squares over the batch sums of all steps."""
+    x, names, classes = site([60] * 12, markers=30)
+    x += 5 * np.eye(12, 30)[[int(n[1:]) for n in names]]  # donors that have nothing in common
+    groups = DonorGroups.of(classes, names, Thresholds(10, 3))
+    rows, _ = groups.rows(names)
+    means, _ = groups.inputs(x[rows])
+    labels = np.array(["ab".index(c) for c in groups.labels])
+    config = cellcnn.Config(markers=30, filters=2, classes=2, batch=25, steps=40)
+    X, Y = cellcnn.draw_batches(means, labels, config, np.random.default_rng(2))
+    sums = np.einsum("tnm,tn->tm", X, 0.5 - Y[..., 1])
+    donors = np.array([x[names == d].mean(axis=0) for d in groups.donors])
+    shown = donors @ np.linalg.pinv(sums) @ sums  # the nearest combination to each donor's mean
+    cosines = (shown * donors).sum(axis=1) / np.linalg.norm(shown, axis=1) / np.linalg.norm(donors, axis=1)
+    np.testing.assert_allclose(cosines, 1 / np.sqrt(3), atol=0.05)  # a third of each donor's group
+    of_groups = means @ np.linalg.pinv(sums) @ sums
+    np.testing.assert_allclose(of_groups, means, atol=1e-6)  # groups can be shown, as the page says
