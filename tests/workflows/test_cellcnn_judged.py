@@ -17,7 +17,15 @@ from cloister.workflows.train_cellcnn.presets import settled
 ad = pytest.importorskip("anndata")
 SITES = ("basel", "lugano", "vienna")
 MARKERS = ("CD3", "CD16", "CD57")
-COMMON = {"n_filters": 3, "n_cells": 40, "n_inputs": 30, "batch": 16, "learning_rate": 0.3, "mode": "plain", "min_donors": 2}
+COMMON = {
+    "n_filters": 3,
+    "n_cells": 40,
+    "n_inputs": 30,
+    "batch": 16,
+    "learning_rate": 0.3,
+    "mode": "plain",
+    "min_donors": 2,
+}
 HELD = {"hold_out": 2}
 
 

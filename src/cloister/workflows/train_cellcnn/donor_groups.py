@@ -1,6 +1,6 @@
 """Inputs that rest on groups of donors: a site trains on the mean of each group, and on nothing else.
 
-A malicious site can steer the model in every step, and combine the gradients of all steps in what is opened. So no check
+A malicious site can steer the model in every step, and combine the gradients of all steps in what is opened. No check
 of messages bounds the weight of one input in an opened value: it may be any function of the inputs. The bound is in the
 inputs. Every class is divided into groups of at least `min_donors` donors. Each donor stands for the same number of
 cells. An input is the mean of one group, so whatever is opened is a function of these means:

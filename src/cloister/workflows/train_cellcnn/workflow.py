@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -330,7 +331,7 @@ def models_of(adata: AnnData, session: Session, options: Options) -> tuple[list[
     used = x[rows] if fence is None else fence.hold(x[rows])
     mean, scale = standard(session, options, x.shape[1], used, own)
     prepared = cellcnn.standardise(x, 0.0, mean, scale)
-    held, drawn = None, drawn_of(options)
+    held, drawn, part = None, drawn_of(options), None
     if out.any():
         held = Held.of(prepared[out], names[out], y[out], drawn, thresholds, session.rng("held out"))
     if groups is not None and fence is not None:
@@ -339,6 +340,9 @@ def models_of(adata: AnnData, session: Session, options: Options) -> tuple[list[
             apart = groups.among(kept)
             far = cellcnn.standardise(fence.hold(x[apart.rows(names)[0]]), 0.0, mean, scale)
             held = replace(held, groups=of_groups(apart, terms, far))
+        if session.mode != "hardened":  # other modes send no contributions
+            part = None
+            held = None if held is None or held.groups is None else replace(held, groups=(*held.groups[:2], None))
     else:
         drawing = (prepared[~out], names[~out], y[~out])
         inputs, labels = cellcnn.draw_inputs(*drawing, **drawn, rng=session.rng("inputs"))
@@ -350,8 +354,8 @@ def models_of(adata: AnnData, session: Session, options: Options) -> tuple[list[
         at, labels_of = batches_of(inputs, labels, config, session.rng(f"batches/{k}" if k else "batches"))
         if groups is None and session.mode != "plain":
             check_batches(behind, names[~out], at, thresholds)
-        sent = inputs[at] if groups is None or session.mode != "hardened" else part.map(lambda x, at=at: x[at])
-        sample = None if held is None else held.batch(config, session.rng("validation"), hardened=session.mode == "hardened")
+        sent = inputs[at] if part is None else part.map(itemgetter(at))
+        sample = None if held is None else held.batch(config, session.rng("validation"))
         made.append(train(session, options, model, (sent, labels_of, sample), k))
     return made, prepared, held
 
@@ -496,8 +500,8 @@ def warnings(study: Study, options: Options) -> list[str]:
         return []
     if (per := drawn_per(options)) != "group":
         return [
-            f"inputs are drawn per {per}: a malicious site can combine the batches of all steps so that an opened model,"
-            " or answers to queries, show few donors of another site, with as many steps as inputs a single input; use"
+            f"inputs are drawn per {per}: a malicious site can combine the batches of all steps, so that an opened model"
+            " or answers to queries show few donors of another site, with as many steps as inputs a single input; use"
             " per=group"
         ]
     if not options.open_model:
