@@ -500,9 +500,8 @@ def warnings(study: Study, options: Options) -> list[str]:
         return []
     if (per := drawn_per(options)) != "group":
         return [
-            f"inputs are drawn per {per}: a malicious site can combine the batches of all steps, so that an opened model"
-            " or answers to queries show few donors of another site, with as many steps as inputs a single input; use"
-            " per=group"
+            f"inputs are drawn per {per}: one malicious site can combine the batches of all steps, so that an opened"
+            " model or answers to queries show few donors of another site; per=group bounds this by min_donors"
         ]
     if not options.open_model:
         return []
