@@ -7,7 +7,7 @@ cells. An input is the mean of one group, so whatever is opened is a function of
 
     donors of a class, in the order of their names, in runs that reach the thresholds            `DonorGroups.of`
     as many cells of each donor: evenly spaced ones, or each several times                       `rows`
-    values far beyond what enough cells reach are set to an end of that range                    `pooled_scaling.Fence`
+    values far beyond what enough cells of all groups reach are set to an end of that range      `fence`
     means of the groups' donors                                                                  `inputs`
 
 Groups follow from names, classes and thresholds alone: neither cells, nor the seed, nor other parties change them, and
@@ -25,6 +25,7 @@ import numpy as np
 from cloister.arrays import F64, I64, Array
 from cloister.disclosure import Contribution, Rows, Thresholds
 from cloister.errors import DataError
+from cloister.mpc.sums import pooled_scaling
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,11 @@ class DonorGroups:
             found.append(at[np.arange(self.size) * len(at) // self.size])
         rows = np.concatenate(found) if found else np.zeros(0, np.int64)
         return rows, np.repeat(np.arange(len(found)), self.size)
+
+    def fence(self, x: F64, names: Array) -> pooled_scaling.Fence:
+        """The range that enough cells of all groups reach, also of those that are held out: the same in every run."""
+        rows, whose = self.rows(names)
+        return pooled_scaling.Fence.of(x[rows], Rows(len(rows), whose, self.thresholds))
 
     def inputs(self, cells: F64) -> tuple[F64, Contribution]:
         """The mean of each group, from the cells that `rows` names: for use at this site, and to be sent encrypted."""

@@ -327,9 +327,9 @@ def models_of(adata: AnnData, session: Session, options: Options) -> tuple[list[
     if groups is not None:
         rows, whose = groups.without(kept).rows(names)
     own = Rows(len(rows), whose, thresholds)
-    fence = None if groups is None else pooled_scaling.Fence.of(x[rows], own)
+    fence = None if groups is None else groups.fence(x, names)
     used = x[rows] if fence is None else fence.hold(x[rows])
-    mean, scale = standard(session, options, x.shape[1], used, own)
+    mean, scale = standard(session, options, x.shape[1], used, own, fence)
     prepared = cellcnn.standardise(x, 0.0, mean, scale)
     held, drawn, part = None, drawn_of(options), None
     if out.any():
@@ -393,14 +393,21 @@ def best_of(
     return made[best], found | (consensus(made, right.tolist()) if len(made) > 1 else {})
 
 
-def standard(session: Session, options: Options, width: int, x: Any, own: Rows | None = None) -> tuple[Any, Any]:
+def standard(
+    session: Session,
+    options: Options,
+    width: int,
+    x: Any,
+    own: Rows | None = None,
+    fence: pooled_scaling.Fence | None = None,
+) -> tuple[Any, Any]:
     """Mean and scale of every marker: by secure sums over the sites' `x`, agreed on beforehand, or 0 and 1."""
     if options.scaling == "pooled":
         params = pooled_scaling.Params(session.sites, session.coordinator, width)
         pooled = (
             session.run(pooled_scaling.coordinator, params)
             if x is None or own is None
-            else session.run(pooled_scaling.site, params, x, own.donor, own.thresholds)
+            else session.run(pooled_scaling.site, params, x, own.donor, own.thresholds, fence)
         )
         return pooled.mean, pooled.scale
     if options.scaling == "reference":
