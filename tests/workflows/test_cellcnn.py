@@ -413,6 +413,8 @@ def test_encrypted_training_then_prediction_both_ways(tmp_path):
     pytest.importorskip("numba")
     options = {"n_steps": 4, "keep": str(tmp_path), "open_model": True, **COMMON}
     run = rehearse("train-cellcnn", data=sites(), timeout=300, **options)
+    parts = [e.name for e, _ in run.receipts["basel"].entries if e.kind == "contributed" and "inputs" in e.name]
+    assert parts == ["inputs to train on | cells 120 | donors 2"]  # two donors of 60 cells are behind every input
     twin = rehearse("train-cellcnn", data=sites(), mode="plain", **{**options, "keep": "", "open_model": False})
     np.testing.assert_allclose(run.model.weights.W, twin.model.weights.W, atol=1e-3)
     np.testing.assert_allclose(run.model.weights.V, twin.model.weights.V, atol=1e-3)
