@@ -107,25 +107,6 @@ def test_the_sums_of_scaling_less_inputs_show_no_outlier():
     assert (part.cells, part.donors, part.withheld) == (120, 3, 0)
 
 
-def test_combinations_of_batches_show_a_group_but_no_donor():
-    """The attack of benchmarks/combined_batches.py: least squares over the batch sums of all steps."""
-    x, names, classes = site([60] * 12, markers=30)
-    x += 5 * np.eye(12, 30)[[int(n[1:]) for n in names]]  # donors that have nothing in common
-    groups = DonorGroups.of(classes, names, Thresholds(10, 3))
-    rows, _ = groups.rows(names)
-    means, _ = groups.inputs(x[rows])
-    labels = np.array(["ab".index(c) for c in groups.labels])
-    config = cellcnn.Config(markers=30, filters=2, classes=2, batch=25, steps=40)
-    X, Y = cellcnn.draw_batches(means, labels, config, np.random.default_rng(2))
-    sums = np.einsum("tnm,tn->tm", X, 0.5 - Y[..., 1])
-    donors = np.array([x[names == d].mean(axis=0) for d in groups.donors])
-    shown = donors @ np.linalg.pinv(sums) @ sums  # the nearest combination to each donor's mean
-    cosines = (shown * donors).sum(axis=1) / np.linalg.norm(shown, axis=1) / np.linalg.norm(donors, axis=1)
-    np.testing.assert_allclose(cosines, 1 / np.sqrt(3), atol=0.05)  # a third of each donor's group
-    of_groups = means @ np.linalg.pinv(sums) @ sums
-    np.testing.assert_allclose(of_groups, means, atol=1e-6)  # groups can be shown, as the page says
-
-
 def test_runs_that_hold_out_other_donors_show_the_same_means(monkeypatch):
     """An outlier in a group that one run trains on and another holds out moves no value of the other groups."""
     ad = pytest.importorskip("anndata")
@@ -146,3 +127,47 @@ def test_runs_that_hold_out_other_donors_show_the_same_means(monkeypatch):
     assert len(seen) == 3 * 3 * 2  # three runs, three sites, to train on and held out
     rows = np.round(np.concatenate(seen), 9)
     assert len(np.unique(rows, axis=0)) == 3 * 8  # eight groups at each site
+
+
+def seen_batches(x, names, classes, per, steps=40):
+    """Inputs that a site may train on, its batches, and its donors' means."""
+    config = cellcnn.Config(markers=x.shape[1], filters=2, classes=2, batch=25, steps=steps)
+    rng = np.random.default_rng(2)
+    if per == "group":
+        groups = DonorGroups.of(classes, names, Thresholds(10, 3))
+        inputs = groups.inputs(x[groups.rows(names)[0]])[0]
+        labels = np.array(["ab".index(c) for c in groups.labels])
+    else:
+        y = np.array(["ab".index(classes[n]) for n in names])
+        inputs, labels = cellcnn.draw_inputs(x, names, y, n_cells=50, per=per, n_inputs=10, rng=rng)
+    return config, inputs, cellcnn.draw_batches(inputs, labels, config, rng)
+
+
+def donors_with_nothing_in_common():
+    x, names, classes = site([60] * 12, markers=30)
+    donors = sorted(classes)
+    return x + 5 * np.eye(12, 30)[[donors.index(n) for n in names]], names, classes
+
+
+@pytest.mark.parametrize(("per", "low", "high"), [("donor", 0.97, 1.0), ("group", 0.52, 0.64)])
+def test_combined_batches_show_a_donor_of_drawn_inputs_and_a_third_of_a_group(per, low, high):
+    """The attacker subtracts and scales batch sums of all steps in the last one, at weights near zero."""
+    x, names, classes = donors_with_nothing_in_common()
+    _, _, (X, Y) = seen_batches(x, names, classes, per)
+    sums = np.einsum("tnm,tn->tm", X, 0.5 - Y[..., 1])
+    means = np.array([x[names == d].mean(axis=0) for d in sorted(classes)])
+    shown = means @ np.linalg.pinv(sums, rcond=1e-9) @ sums  # the nearest combination to each donor's mean
+    cosines = (shown * means).sum(axis=1) / np.linalg.norm(shown, axis=1) / np.linalg.norm(means, axis=1)
+    assert low < cosines.min()
+    assert cosines.max() <= high + 1e-9
+
+
+def test_gradients_at_any_model_are_combinations_of_group_means():
+    """Steering chooses their coefficients, and nothing else: a donor's part is that of its whole group."""
+    x, names, classes = donors_with_nothing_in_common()
+    config, means, (X, Y) = seen_batches(x, names, classes, "group", steps=1)
+    rng, project = np.random.default_rng(5), np.linalg.pinv(means) @ means
+    for size in (0.1, 1.0, 10.0, 64.0):
+        Z = cellcnn.gradient(config, rng.normal(size=(30, 2)) * size, X[0], Y[0])
+        np.testing.assert_allclose(project.T @ Z, Z, atol=1e-9 * np.abs(Z).max())
+        assert np.abs(Z).max() > 1e-3
