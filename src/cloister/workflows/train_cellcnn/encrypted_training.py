@@ -39,9 +39,10 @@ aggregator, holder : nothing about data, labels, gradients or the model beyond `
 malicious aggregator : no more: every share it gets is masked uniformly, whatever it requests (`collective_refresh`),
     and what it hands out is audited before it is used or opened.
 one malicious site : it can steer the model in every step, by its gradient and by its shares of every refresh, and the
-    same for all samples. What is opened then depends on sums over the whole batch of each other site in each step. The
-    noise of at most `Layout.functionals` combinations of earlier ciphertexts may show in what is opened: a few hundred
-    equations in a key of 32,768 unknowns. See docs/security/encrypted_training.md.
+    same for all samples. What is opened may then be any function of each other site's inputs. With `per=group`, inputs
+    are means of groups of donors, so it rests on a group at least; drawn inputs need a consent. The noise of at most
+    `Layout.functionals` combinations of earlier ciphertexts may show in what is opened: a few hundred equations in a
+    key of 32,768 unknowns. See docs/security/encrypted_training.md.
 A training that diverges shows that it did: before the start where a site's own data would diverge (it stops then, and
     the others see who); before an opening in the numbers of `collective_range` and `equal_copies`; and in one number
     where validation or the norm are opened, and no weight is.
