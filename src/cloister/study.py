@@ -76,7 +76,7 @@ __all__ = [
 
 CONSENTS = {  # what a party may be asked for beyond taking part; only its own settings give it
     "open-model": "opening the model",
-    "donor-inputs": "opening a model trained on inputs of single donors, which a malicious site can make show a donor",
+    "donor-inputs": "training on inputs drawn per class or donor, which a malicious site can make show a donor",
     "validation": "opening the validation error during training",
     "iterative-fit": "opening gradients at points that a malicious site can steer (solver='logistic')",
     "outside-query": "answering a party that took no part in the training",
