@@ -22,6 +22,11 @@ RATIO = 2  # simulated doublets per observed cell
 LEAST = 3  # neighbours
 
 
+def generator(seed: int, place: int) -> np.random.Generator:
+    """Statistical randomness of the simulation at one site of a study."""
+    return np.random.default_rng([seed & 0xFFFFFFFF, 41, place])
+
+
 def pairs(n: int, count: int, rng: np.random.Generator) -> I64:
     """Positions of two different cells for each doublet, (count, 2)."""
     first = rng.integers(0, n, count)

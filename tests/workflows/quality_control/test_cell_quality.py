@@ -47,7 +47,9 @@ def cells(rng, n, g=40, donors=0, mito=True):
     measures = np.stack([x.sum(axis=1), (x > 0).sum(axis=1), share if mito else np.full(n, np.nan)], axis=1)
     names = tuple(f"G{i:02d}" for i in range(g))
     donor = rng.integers(0, donors, n) if donors else None
-    return Cells(gene_moments.Cells(names, scipy.sparse.csr_matrix(x.astype(float)), None, donor), measures.astype(float))
+    return Cells(
+        gene_moments.Cells(names, scipy.sparse.csr_matrix(x.astype(float)), None, donor), measures.astype(float)
+    )
 
 
 def case(seed=0, n=3, sizes=(60, 80, 100), donors=0, g=40, mito=True, **options):
@@ -127,8 +129,8 @@ def test_cutoffs_are_those_of_the_pooled_cells():
     c = quick(sizes=(400, 500, 600))
     every = np.concatenate([m.measures for (m,) in c.inputs.values()])
     found = next(iter(cell_quality.ideal(c.params, plain_inputs(c)).values()))
-    for m, values in zip(MEASURES[:2], every.T, strict=False):
-        logs = np.log10(1 + values)
+    for m, column in zip(MEASURES[:2], every.T, strict=False):
+        logs = np.log10(1 + column)
         middle = np.median(logs)
         away = 5 * np.median(np.abs(logs - middle))
         near = 0.04 if m is COUNTS else 0.08  # forty genes: a number of genes more is 0.02 of log10
@@ -189,7 +191,9 @@ def test_doublets_have_high_scores_also_at_a_small_site():
     found = values(run_protocol(cell_quality, Case(c.params, inputs)))
     for u in SITES:
         scores, truth = found[u].scores, planted[u]
-        area = np.mean(scores[truth][:, None] > scores[~truth]) + 0.5 * np.mean(scores[truth][:, None] == scores[~truth])
+        area = np.mean(scores[truth][:, None] > scores[~truth]) + 0.5 * np.mean(
+            scores[truth][:, None] == scores[~truth]
+        )
         assert area > 0.85, u
     every = np.concatenate([found[u].scores for u in SITES])
     assert 0.02 < np.mean(every > found[A].threshold) < 0.12

@@ -183,7 +183,9 @@ class Quality:
 def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Quality]:
     """The same histograms, space and prototypes, found in one place."""
     hub = params.coordinator
-    total = sum(placed(params, u, histograms(mine.rows(params), MEASURES, mine.measures)).values for u, mine in xs.items())
+    total = sum(
+        placed(params, u, histograms(mine.rows(params), MEASURES, mine.measures)).values for u, mine in xs.items()
+    )
     found = by_site(params, MEASURES, total)
     cutoffs = cutoffs_of(params, found)
     if not params.doublet_rate:
@@ -194,7 +196,8 @@ def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Quality]:
     if filled(found):
         prototypes = next(iter(shared_prototypes.ideal(params.prototypes, groups).values()))
     scores = {u: scores_of(params, u, mine, *inside[u], prototypes) for u, mine in xs.items()}
-    total = sum(placed(params, u, score_histogram(mine.rows(params), scores[u])).values for u, mine in xs.items())
+    own = {u: score_histogram(mine.rows(params), scores[u]) for u, mine in xs.items()}
+    total = np.sum([placed(params, u, part).values for u, part in own.items()], axis=0)
     found = {**found, **by_site(params, (SCORE,), total)}
     threshold = threshold_of(params, found[SCORE.name])
     return {u: Quality(found, cutoffs, scores.get(u, np.zeros(0)), threshold) for u in (hub, *xs)}
@@ -355,7 +358,7 @@ def own_cells(params: Params, mine: Cells, space: Space, x: F64) -> shared_proto
 
 def scores_of(params: Params, u: Party, mine: Cells, space: Space, x: F64, found: Prototypes | None) -> F64:
     """L7: a doublet score for each cell of u."""
-    rng = np.random.default_rng([params.seed & 0xFFFFFFFF, 41, params.sites.index(u)])
+    rng = doublets.generator(params.seed, params.sites.index(u))
     n = len(x)
     observed = np.arange(n) if n <= MOST else np.sort(rng.permutation(n)[:MOST])
     counts = gene_moments.rows_of(mine.genes.x, observed)

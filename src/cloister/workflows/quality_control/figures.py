@@ -20,6 +20,8 @@ TITLES = {
 }
 SHAPES = dict(zip(TITLES, (*MEASURES, SCORE), strict=True))
 MERGED = 4  # bins drawn as one
+TICKS = [a * 10.0**b for b in range(-4, 7) for a in (1, 3)]
+MOST_TICKS = 6
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Figure]:
@@ -28,7 +30,10 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Figure]:
         return []
     found = next(iter(here.values())).uns[KEY]
     columns = [key for key in measures_in(found) if all(key in a.obs for a in here.values())]
-    return [by_site(found), violins({s: {k: a.obs[k].to_numpy(float) for k in columns} for s, a in here.items()}, found)]
+    return [
+        by_site(found),
+        violins({s: {k: a.obs[k].to_numpy(float) for k in columns} for s, a in here.items()}),
+    ]
 
 
 def measures_in(found: Mapping[str, Any]) -> list[str]:
@@ -68,12 +73,14 @@ def draw_quality(c: Canvas, found: Mapping[str, Any]) -> None:
         for limit in limits:
             if np.isfinite(limit) and limit > 0:
                 axis.axvline(np.log10(limit + shape.offset), color="#1d2329", ls="--", lw=1)
-        axis.xaxis.set_major_formatter(lambda v, _, shape=shape: f"{10**v - shape.offset:,.3g}")
+        ticks = [v for v in TICKS if edges[0] - 0.1 <= np.log10(v + shape.offset) <= edges[-1] + 0.1]
+        ticks = ticks[len(ticks) % 2 :: 2] if len(ticks) > MOST_TICKS else ticks
+        axis.set_xticks([np.log10(v + shape.offset) for v in ticks], [f"{v:,g}" for v in ticks])
         axis.set(xlabel=TITLES[key], ylabel="share of the site's cells" if axis is c.axes[0] else "")
     legend_beside(c.axes[-1])
 
 
-def violins(values: Mapping[str, Mapping[str, Any]], found: Mapping[str, Any]) -> Figure:
+def violins(values: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Values of each measure at the sites whose cells are here."""
     names = [*next(iter(values.values()))]
     with canvas(len(names), max(2.6, 1.0 + 0.6 * len(values)) * len(names), 3.2) as c:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from cloister.cells.genes import check_unique
 from cloister.disclosure import Rows, Thresholds
 from cloister.errors import DataError, ParameterError
 from cloister.session import Outcome, RemoteSession, Session
+from cloister.study import Study
 from cloister.workflows import Workflow
 from cloister.workflows.common import gene_moments
 from cloister.workflows.modes import modes_of
@@ -213,12 +213,15 @@ def check(adata: AnnData, options: Options) -> list[str]:
         notes.append(
             f"fewer than {protocol.FILL} cells: doublet scores here also use cells drawn from prototypes of all sites"
         )
-    if options.drop:
-        notes.append(
-            f"drop: cells are removed only if at least {least.min_cells} fail here; sums of later steps would show"
-            " fewer by their difference"
-        )
     return notes
+
+
+def warnings(study: Study, options: Options) -> list[str]:
+    """What is open in the security argument, before the run."""
+    return [
+        "drop: another party can move cut-offs so that two runs drop cells which differ in one, and sums of later steps"
+        " then show it; drop cells of one file once, and save them (docs/security/cell_quality.md, open finding)"
+    ][: options.drop]
 
 
 WORKFLOW = Workflow(
@@ -230,6 +233,7 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     figures=figures,
+    warnings=warnings,
     writes=(
         "obs['total_counts']",
         "obs['n_genes_by_counts']",
