@@ -317,6 +317,24 @@ def test_a_malicious_histogram_moves_cutoffs_and_nothing_else(monkeypatch, facto
     np.testing.assert_array_equal(found[A].histograms["counts"][2], honest.histograms["counts"][2])
 
 
+def test_other_cutoffs_drop_cells_that_differ_in_one():
+    """Open: by its histogram one site chooses cut-offs; in two runs these can differ by one cell of another."""
+    c = quick(sizes=(300, 300, 300), cutoff=0.1)
+    mine = c.inputs[C][0].measures
+    real = {u: cell_quality.histograms(m.rows(c.params), MEASURES, m.measures) for u, (m,) in c.inputs.items()}
+    kept = []
+    for claimed in range(0, 400, 2):
+        lie = np.zeros_like(real[B].values)
+        for first in (0, COUNTS.bins, COUNTS.bins + GENES.bins):
+            lie[first + 60] = 1000 + claimed
+        total = sum(cell_quality.placed(c.params, u, part).values for u, part in real.items() if u != B)
+        total = total + cell_quality.placed(c.params, B, real[B].map(lambda _, lie=lie: lie)).values
+        found = cell_quality.by_site(c.params, MEASURES, total)
+        kept.append(cell_quality.passes(cell_quality.cutoffs_of(c.params, found), mine))
+    assert all((~k).sum() >= 10 for k in kept)  # so each run drops enough
+    assert any(np.sum(one != other) == 1 for one in kept for other in kept)
+
+
 TINY = {"sizes": (30, 30, 30), "g": 12, "n_components": 2}
 
 

@@ -21,7 +21,7 @@ TITLES = {
 SHAPES = dict(zip(TITLES, (*MEASURES, SCORE), strict=True))
 MERGED = 4  # bins drawn as one
 TICKS = [a * 10.0**b for b in range(-4, 7) for a in (1, 3)]
-MOST_TICKS = 6
+MOST_TICKS = 5
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Figure]:
