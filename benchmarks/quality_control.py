@@ -35,11 +35,7 @@ import scipy.sparse
 
 from cloister.models import doublets
 from cloister.rehearsal.rehearsal import rehearse
-from cloister.study import Party
-from cloister.workflows.common import gene_moments
-from cloister.workflows.common.gene_moments import choose_genes
-from cloister.workflows.quality_control import cell_quality
-from cloister.workflows.shared_pca import shared_pca
+from cloister.workflows.quality_control.baselines import doublet_scores
 
 RATE, SEEDS = 0.08, 3
 SETS = {  # file, column of sites, column of types
@@ -127,30 +123,6 @@ def dispersed(y):
     return np.flatnonzero((logs > 0.0125) & (logs < 3) & (score > 0.5))
 
 
-def by_steps(x, of, names, seed=0):
-    """The scores of quality-control, in one place and without thresholds: a PCA of these cells, and neighbours."""
-    params = cell_quality.Params((Party("a"), Party("b")), Party("hub"), seed=seed)
-    y = scaled(x, 1e4)
-    mean = np.asarray(y.mean(axis=0)).ravel()
-    spread = np.asarray(y.multiply(y).mean(axis=0)).ravel() - mean**2
-    at = choose_genes(mean, spread, params.n_top_genes)
-    logs = y[:, at].log1p().toarray()
-    center, cov = logs.mean(axis=0), np.cov(logs.T)
-    d = min(params.n_components, len(at) - 1, len(logs) - 1)
-    variance, axes = shared_pca.decompose(cov, d)
-    chosen = tuple(names[i] for i in at)
-    space = shared_pca.Space(chosen, center, np.ones(len(at)), np.zeros(len(at)), axes, variance, 1.0, y.shape[0], tuple(names))
-    found = np.zeros(len(of))
-    placed = (logs - center) @ axes
-    for i, s in enumerate(np.unique(of)):
-        here = np.flatnonzero(of == s)
-        pairs = doublets.pairs(len(here), 2 * len(here), doublets.generator(seed, i))
-        both = gene_moments.Cells(tuple(names), x[here[pairs[:, 0]]] + x[here[pairs[:, 1]]])
-        simulated = shared_pca.place(params.space, space, both)
-        found[here] = doublets.scores(placed[here], np.arange(len(here)), np.zeros((0, d)), simulated, 0.06)
-    return found
-
-
 def each(score, x, of):
     found = np.zeros(len(of))
     for s in np.unique(of):
@@ -191,8 +163,8 @@ def compare(data, name, *, is_hard):
             ours[where == s], flagged[where == s] = obs["doublet_score"], obs["predicted_doublet"]
         found = {
             "quality-control": ours,
-            "pooled, the same steps": by_steps(y, where, names, seed),
-            "alone, the same steps": each(lambda z: by_steps(z, np.zeros(z.shape[0]), names, seed), y, where),  # noqa: B023
+            "pooled, the same steps": doublet_scores(y, where, seed),
+            "alone, the same steps": each(lambda z: doublet_scores(z, np.zeros(z.shape[0]), seed), y, where),  # noqa: B023
             "Scrublet pooled": scrublet(y, seed),
             "Scrublet alone": each(lambda z: scrublet(z, seed), y, where),  # noqa: B023
         }
