@@ -3,17 +3,17 @@
     python benchmarks/quality_control.py                    blood, lung and glioblastoma
     python benchmarks/quality_control.py --tune             bone marrow and pancreas, on which defaults were chosen
     python benchmarks/quality_control.py --scanpy           scanpy's Scrublet beside ours, where scanpy is installed
-    python benchmarks/quality_control.py --cutoffs          common cut-offs beside those of scanpy's steps on pooled cells
+    python benchmarks/quality_control.py --cutoffs          common cut-offs beside those of scanpy's steps, pooled
     python benchmarks/quality_control.py --scale 50000      three sites of so many simulated cells
 
-Truth: within each site, pairs of cells are replaced by the sums of their counts, so that 7.4 % of what is left are
-doublets; both cells are taken out. Sets: blood of four batches, lung of two studies and two technologies, glioblastoma of
-five patients, each batch a site. "hard": of the same, one site lacks a type (B cells; macrophages; the largest), and one
-has 40 cells. Area: area under the ROC curve of the doublet score, over the cells of all sites and by site, mean over
-seeds of the truth.
+Truth: within each site, pairs of cells are replaced by the sums of their counts, so that 8 % of what is left are
+doublets; both cells are taken out. Sets: blood of four batches, lung of two studies and two technologies, and
+glioblastoma of five patients, each batch a site. "hard": of the same, the second largest site lacks a type (B cells,
+or the most frequent one), and the smallest has 40 cells. Area: area under the ROC curve of the doublet score, over the
+cells of all sites (smallest to largest over three seeds of the truth) and by site, means.
 
-  Scrublet pooled   scanpy 1.11's steps: counts normalised, variable genes by dispersion, no logarithms, each gene divided
-                    by its deviation, 30 components of the pooled cells, simulated doublets of pooled cells
+  Scrublet pooled   scanpy 1.11's steps: counts normalised, variable genes by dispersion, no logarithms, each gene
+                    divided by its deviation, 30 components of the pooled cells, simulated doublets of pooled cells
   Scrublet alone    the same at each site
   pooled            the steps of quality-control with all cells in one place
   alone             the steps of quality-control at each site
@@ -104,7 +104,8 @@ def scrublet(x, seed=0, rate=0.05):
     deviation = np.where(deviation > 0, deviation, 1.0)
     y, z = (y - mean) / deviation, (z - mean) / deviation
     space = PCA(min(30, min(y.shape) - 1), random_state=0, svd_solver="arpack").fit(y)
-    return doublets.scores(space.transform(y), np.arange(n), np.zeros((0, space.n_components_)), space.transform(z), rate)
+    none = np.zeros((0, space.n_components_))
+    return doublets.scores(space.transform(y), np.arange(n), none, space.transform(z), rate)
 
 
 def dispersed(y):
@@ -201,7 +202,7 @@ def beside_scanpy(data):
 def cutoffs(data):
     for name in ("blood", "lung", "glioblastoma"):
         x, of, _, names = read(data, name)
-        names = [f"MT-{g}" if i % 50 == 0 else g for i, g in enumerate(names)]  # stand-ins: the files have no such genes
+        names = [f"MT-{g}" if i % 50 == 0 else g for i, g in enumerate(names)]  # stand-ins: the files have none
         mito = np.array([g.startswith("MT-") for g in names])
         total, genes = np.asarray(x.sum(axis=1)).ravel(), np.asarray((x > 0).sum(axis=1)).ravel()
         share = 100 * np.asarray(x[:, mito].sum(axis=1)).ravel() / np.maximum(total, 1)
@@ -209,7 +210,8 @@ def cutoffs(data):
         found, flags = run.results["coordinator"]["cutoffs"], np.ones(len(of), bool)
         ok, alone = np.ones(len(of), bool), np.ones(len(of), bool)
         print(f"{name}: {len(of)} cells at {len(np.unique(of))} sites")
-        for key, values, log in (("total_counts", total, 1), ("n_genes_by_counts", genes, 1), ("pct_counts_mt", share, 0)):
+        columns = (("total_counts", total, 1), ("n_genes_by_counts", genes, 1), ("pct_counts_mt", share, 0))
+        for key, values, log in columns:
             v = np.log1p(values) if log else values
             for within, result in [(np.ones(len(of), bool), ok)] + [(of == s, alone) for s in np.unique(of)]:
                 middle = np.median(v[within])
@@ -218,11 +220,13 @@ def cutoffs(data):
                 if result is ok:
                     ends = [max(middle - away, 0), middle + away]
                     wanted = np.expm1(ends) if log else np.array([0, ends[1]])
-            print(f"  {key:18s} pooled {wanted[0]:.1f} to {wanted[1]:.1f}, quality-control {found[key][0]:.1f} to {found[key][1]:.1f}")
+            ours = f"quality-control {found[key][0]:.1f} to {found[key][1]:.1f}"
+            print(f"  {key:18s} pooled {wanted[0]:.1f} to {wanted[1]:.1f}, {ours}")
         for s in np.unique(of):
             flags[of == s] = run.data["s-" + s.lower().replace("_", "-")].obs["qc_pass"]
         print(f"  same flag as by pooled cut-offs: {np.mean(flags == ok):.4f} (fail: {np.mean(~flags):.4f}, pooled "
-              f"{np.mean(~ok):.4f}); by cut-offs of each site alone: {np.mean(alone == ok):.4f}", flush=True)  # fmt: skip
+              f"{np.mean(~ok):.4f}); by cut-offs of each site alone: {np.mean(alone == ok):.4f}",
+              flush=True)  # fmt: skip
 
 
 def scale(cells):
