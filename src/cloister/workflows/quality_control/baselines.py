@@ -10,7 +10,7 @@ import scipy.sparse
 from cloister.arrays import F64
 from cloister.models import doublets
 from cloister.workflows.common.gene_moments import choose_genes
-from cloister.workflows.quality_control.cell_quality import Params
+from cloister.workflows.quality_control.cell_quality import N_COMPONENTS, N_GENES
 from cloister.workflows.shared_pca.shared_pca import decompose
 
 TARGET = 1e4
@@ -35,10 +35,10 @@ def doublet_scores(counts: Any, site: Any, seed: int = 0, rate: float = 0.06) ->
     whole = logs(x).expm1()
     mean = np.asarray(whole.mean(axis=0)).ravel()
     spread = np.asarray(whole.multiply(whole).mean(axis=0)).ravel() - mean**2
-    at = choose_genes(mean, spread, Params.__dataclass_fields__["n_top_genes"].default)
+    at = choose_genes(mean, spread, N_GENES)
     here = logs(x, at).toarray()
     center = here.mean(axis=0)
-    d = min(Params.__dataclass_fields__["n_components"].default, len(at) - 1, len(here) - 1)
+    d = min(N_COMPONENTS, len(at) - 1, len(here) - 1)
     _, axes = decompose(np.cov(here.T), d)
     placed, found = (here - center) @ axes, np.zeros(len(here))
     for i, name in enumerate(np.unique(site)):

@@ -52,7 +52,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cloister.arrays import F64, I64
+from cloister.arrays import F64, I64, Bits
 from cloister.disclosure import Contribution, Rows, Thresholds, join
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import doublets, leiden
@@ -72,6 +72,7 @@ STEP = 0.02  # of log10: the width of a bin
 FILL = 250  # cells; a site that has fewer takes the other sites' into account for its doublet scores
 MOST = 10_000  # cells of a site that are neighbours of others
 PROTOTYPES = 200
+N_GENES, N_COMPONENTS = 2000, 30  # of the space
 SPREAD = 20  # points that stand for a bin
 MIXED = 4.0  # a drawn cell has a share of about a half, Beta(4, 4), of the counts of a doublet
 
@@ -86,17 +87,11 @@ class Measure:
     offset: float = 1.0
 
     def log(self, values: F64) -> F64:
-        logs: F64 = np.log10(self.offset + np.maximum(values, 0.0))
-        return logs
+        return np.asarray(np.log10(self.offset + np.maximum(values, 0.0)), np.float64)
 
     def bin_of(self, logs: F64) -> I64:
-        return np.clip(np.floor((logs - self.low) / STEP), 0, self.bins - 1).astype(np.int64)
-
-    @property
-    def edges(self) -> F64:
-        """In the units of the measure, (bins + 1,)."""
-        values: F64 = 10.0 ** (self.low + STEP * np.arange(self.bins + 1)) - self.offset
-        return values
+        found: I64 = np.clip(np.floor((logs - self.low) / STEP), 0, self.bins - 1).astype(np.int64)
+        return found
 
 
 COUNTS, GENES, MITO = Measure("counts", 350), Measure("genes", 250), Measure("mito", 101)
@@ -112,8 +107,8 @@ class Params:
     doublet_rate: float = 0.06  # ρ; 0: no doublet scores
     min_cells: int = 10  # t
     min_donors: int = 3  # d, where donors are named
-    n_top_genes: int = 2000
-    n_components: int = 30
+    n_top_genes: int = N_GENES
+    n_components: int = N_COMPONENTS
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -177,25 +172,23 @@ class Quality:
     @property
     def cells(self) -> I64:
         """Of each site."""
-        return np.rint(self.histograms["counts"].sum(axis=1)).astype(np.int64)
+        found: I64 = np.rint(self.histograms["counts"].sum(axis=1)).astype(np.int64)
+        return found
 
 
 def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Quality]:
     """The same histograms, space and prototypes, found in one place."""
     hub = params.coordinator
-    total = sum(
-        placed(params, u, histograms(mine.rows(params), MEASURES, mine.measures)).values for u, mine in xs.items()
-    )
+    own = {u: histograms(mine.rows(params), MEASURES, mine.measures) for u, mine in xs.items()}
+    total: F64 = np.sum([placed(params, u, part).values for u, part in own.items()], axis=0)
     found = by_site(params, MEASURES, total)
     cutoffs = cutoffs_of(params, found)
     if not params.doublet_rate:
         return {u: Quality(found, cutoffs, np.zeros(0), np.inf) for u in (hub, *xs)}
     inside = shared_pca.ideal(params.space, {u: mine.genes for u, mine in xs.items()})
     groups = {u: own_cells(params, mine, *inside[u]) for u, mine in xs.items()}
-    prototypes = None
-    if filled(found):
-        prototypes = next(iter(shared_prototypes.ideal(params.prototypes, groups).values()))
-    scores = {u: scores_of(params, u, mine, *inside[u], prototypes) for u, mine in xs.items()}
+    drawn = next(iter(shared_prototypes.ideal(params.prototypes, groups).values())) if filled(found) else None
+    scores = {u: scores_of(params, u, mine, inside[u][0], inside[u][1], drawn) for u, mine in xs.items()}
     own = {u: score_histogram(mine.rows(params), scores[u]) for u, mine in xs.items()}
     total = np.sum([placed(params, u, part).values for u, part in own.items()], axis=0)
     found = {**found, **by_site(params, (SCORE,), total)}
@@ -258,7 +251,8 @@ def bins_of_runs(rows: Rows, measure: Measure, values: F64) -> I64:
     order = np.argsort(logs, kind="stable")
     ends = np.searchsorted(codes[order], np.arange(codes.max() + 2))
     middle = order[(ends[:-1] + ends[1:] - 1) // 2]
-    return measure.bin_of(logs[middle])[codes]
+    found: I64 = measure.bin_of(logs[middle])[codes]
+    return found
 
 
 def placed(params: Params, u: Party, part: Contribution) -> Contribution:
@@ -325,7 +319,7 @@ def cutoffs_of(params: Params, found: Mapping[str, F64]) -> dict[str, tuple[floa
     return cutoffs
 
 
-def passes(cutoffs: Mapping[str, tuple[float, float]], measures: F64) -> F64:
+def passes(cutoffs: Mapping[str, tuple[float, float]], measures: F64) -> Bits:
     """Whether each cell is within all cut-offs, (n,); a measure that is missing here has none."""
     inside = np.ones(len(measures), bool)
     for m, column in zip(MEASURES, measures.T, strict=True):

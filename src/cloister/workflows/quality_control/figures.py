@@ -9,7 +9,7 @@ import numpy as np
 
 from cloister.report.figures import COLOURS, STYLES, Canvas, Figure, canvas, draw_violins, legend_beside, shown
 from cloister.session import Outcome
-from cloister.workflows.quality_control.cell_quality import MEASURES, SCORE
+from cloister.workflows.quality_control.cell_quality import MEASURES, SCORE, STEP
 
 KEY = "quality_control"
 TITLES = {
@@ -64,7 +64,7 @@ def draw_quality(c: Canvas, found: Mapping[str, Any]) -> None:
         table, shape = np.asarray(found["histograms"][key], float), SHAPES[key]
         seen = np.flatnonzero(table.sum(axis=0))
         first, last = seen[0] // MERGED * MERGED, (seen[-1] // MERGED + 1) * MERGED
-        edges = shape.low + 0.02 * np.arange(first, last + 1, MERGED)
+        edges = shape.low + STEP * np.arange(first, last + 1, MERGED)
         for i, (site, row) in enumerate(zip(found["sites"], table, strict=True)):
             padded = np.pad(row, (0, MERGED))[first:last].reshape(-1, MERGED).sum(axis=1)
             style = {"lw": 1.5, "color": COLOURS[i % len(COLOURS)], "ls": STYLES[i % 4]}

@@ -197,10 +197,9 @@ def check(adata: AnnData, options: Options) -> list[str]:
             f"{adata.n_obs} cells, fewer than {least.min_cells}: sums over so few come close to single cells; leave"
             " this site out"
         )
-    components = protocol.Params.__dataclass_fields__["n_components"].default
-    if options.doublet_rate and adata.n_vars <= components:
+    if options.doublet_rate and adata.n_vars <= protocol.N_COMPONENTS:
         raise DataError(
-            f"{adata.n_vars} genes are too few for doublet scores, which need more than {components}; pass"
+            f"{adata.n_vars} genes are too few for doublet scores, which need more than {protocol.N_COMPONENTS}; pass"
             " doublet_rate=0"
         )
     notes = []
