@@ -267,6 +267,18 @@ def test_too_few_cells_or_donors_are_an_error_before_anything_is_sent():
     few = quick(sizes=(60, 80, 9))
     with pytest.raises(DataError, match="9 cells here, fewer than min_cells = 10"):
         cell_quality.check_site(few.params, few.inputs[C][0])
+    run = run_protocol(cell_quality, few, timeout=2.0)
+    assert isinstance(run.errors[C], DataError)
+    assert {row[0] for row in transcript(run)[C]} <= {"channel.Hello", "channel.Abort"}
+
+
+def test_histograms_of_no_cells_end_the_run():
+    c = case()
+    none = {m.name: np.zeros((3, m.bins)) for m in (*MEASURES, SCORE)}
+    for step in (lambda: cell_quality.cutoffs_of(c.params, none),
+                 lambda: cell_quality.threshold_of(c.params, none["score"])):  # fmt: skip
+        with pytest.raises(ProtocolAbort, match="enough cells for a histogram"):
+            step()
 
 
 def test_a_sites_own_thresholds_can_only_raise_those_of_the_study():
