@@ -55,7 +55,8 @@ def limits_in_words(found: Mapping[str, Any], key: str) -> str:
     if key not in found["cutoffs"]:
         return ""
     low, high = found["cutoffs"][key]
-    return f"{low:,.4g} to {high:,.4g}" if low > 0 else f"at most {high:,.3g}"
+    ends = [f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in (low, high)]
+    return f"{ends[0]} to {ends[1]}" if low > 0 else f"at most {ends[1]}"
 
 
 def draw_quality(c: Canvas, found: Mapping[str, Any]) -> None:
