@@ -84,7 +84,7 @@ CASES = [
     ("find-markers", "hardened", {"label_key": "cell_type", "donor_key": "donor"}),
     ("compare-groups", "hardened", {"groups": ("control", "case"), "donor_key": "donor", "min_cells": 5}),
     ("model-outcome", "hardened", OUTCOME),
-    ("find-programs", "hardened", {"donor_key": "donor", "labels": ("B", "T"), "n_programs": 1, "min_cells": 3}),
+    ("find-programs", "hardened", {"donor_key": "donor", "labels": ("B", "T"), "n_programs": 1, "min_cells": 1}),
     ("train-classifier", "hardened", {"n_top_genes": 5, "min_label_cells": 5}),
     ("train-classifier", "semi-honest", {"solver": "logistic", "n_top_genes": 5, "l2": 0.1, "min_label_cells": 5}),
     ("train-classifier", "hardened", {"l2": 0.1, "validation": 0.0, "dp_noise": 1.0, "dp_rounds": 1}),
@@ -133,6 +133,9 @@ def rehearsed(name, mode, options, folder):
             a.obs["donor"] = [f"d{i % 12}" for i in range(a.n_obs)]  # six of each class
         return rehearse(name, data, mode=mode, keep=str(folder) if mode != "plain" else "", **options)
     data = partly_labelled() if name in ("propagate-labels", "fine-tune") else sites()
+    if name == "find-programs":  # donors with cells of both types
+        for a in data.values():
+            a.obs["donor"] = [f"d{i // 2 % 6}" for i in range(a.n_obs)]
     return rehearse(name, data, mode=mode, timeout=300.0, **options)
 
 
