@@ -190,6 +190,18 @@ def integrate() -> Figure:
         )
 
 
+def quality_control() -> Figure:
+    from cloister.workflows.quality_control.figures import draw_quality, limits_in_words, measures_in
+
+    run = cl.rehearse("quality-control", data=cl.demo_sites())
+    found = run.data["basel"].uns["quality_control"]
+    names = measures_in(found)
+    with canvas(len(names), width=10.4, height=2.9) as c:
+        draw_quality(c, found)
+        told = limits_in_words(found, "total_counts")
+        return done(c, "quality-control", f"Counts, genes and doublet scores of three sites; counts that pass: {told}.")
+
+
 def choose_genes() -> Figure:
     sites = cl.demo_sites()
     run = cl.rehearse("choose-genes", data=sites, n_top_genes=300)
@@ -595,6 +607,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "bin-values": bin_values,
     "shared-pca": shared_pca,
     "integrate": integrate,
+    "quality-control": quality_control,
     "choose-genes": choose_genes,
     "cluster-cells": cluster_cells,
     "find-markers": find_markers,

@@ -44,6 +44,7 @@ MALICIOUS = re.compile(r"(?:one |a )?(?:lying|malicious) (\w[\w ]*)")
 CENTER = ("coordinator", "aggregator", "server", "provider")  # whoever adds up, as the protocol calls it
 MEASURED = {  # what the demo measures, for a reader who has not read the workflow's page
     "bin-values": "values in the bin of the pooled quantiles",
+    "quality-control": "area under the curve of planted doublets",
     "choose-genes": "of the 300 genes that pooled cells choose",
     "shared-pca": "smallest cosine with the pooled space",
     "cluster-cells": "NMI of clusters with cell types",

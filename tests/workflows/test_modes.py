@@ -76,6 +76,7 @@ CASES = [
     ("bin-values", "published", {"n_bins": 5}),
     ("find-outliers", "hardened", {"trees": 2, "sample": 32}),
     pytest.param("find-outliers", "published", {"trees": 2, "sample": 32, "standardise": True}, marks=SLOW),
+    ("quality-control", "hardened", {"doublet_rate": 0.0}),
     ("choose-genes", "hardened", {"n_top_genes": 4}),
     ("shared-pca", "hardened", {"n_components": 2, "n_top_genes": 5}),
     ("integrate", "hardened", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "sweeps": 2}),

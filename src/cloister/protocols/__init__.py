@@ -32,6 +32,8 @@ in which.
       shared_pca            [SAT+15] genes; sums ours                    h
     workflows/integrate/
       pooled_harmony        [KMF+19]; sums ours                          h
+    workflows/quality_control/
+      cell_quality          [LT19], [WLK19]; sums ours                   h
     workflows/choose_genes/
       variable_genes        [SBH+19]; sum of ranks ours                  h
     workflows/cluster_cells/
