@@ -289,7 +289,8 @@ def test_second_moments_are_those_of_rounded_sums_of_groups(monkeypatch):
     h = len(values(run)[HUB].genes)
     between = pooled_discriminant.square(second.values, h)
     sums = part.whole.means * part.whole.cells[:, None]
-    np.testing.assert_allclose(sums, np.rint(sums / 4) * 4, atol=1e-9)
+    steps = sums / part.scale / 4
+    np.testing.assert_allclose(steps, np.rint(steps), atol=1e-9)
     plain = (sums.T / part.whole.cells) @ sums
     off = ~np.eye(h, dtype=bool)
     np.testing.assert_allclose(between[off], plain[off])
@@ -428,31 +429,43 @@ def test_f3_no_party_chooses_what_the_others_add(monkeypatch):
     assert reached > 2  # also with a malicious site
 
 
-def test_open_a_list_of_rare_genes_makes_the_steps_of_4_too_fine():
-    """Attack: one site names 300 rare genes as all that it measured, so others normalise cells to these few counts.
-
-    A cell that has such a gene then has a log value of about 6 instead of 2, and sums of a label of ten cells in
-    multiples of 4 tell how many of its cells have the gene. Nothing prevents it but the least number of common genes.
-    """
-    rng, n, g = np.random.default_rng(0), 300, 1200
+def rare_cells(g=1200):
+    """Ten cells of a small label beside 290 others; 300 genes are rare."""
+    rng, n = np.random.default_rng(0), 300
     rate = rng.gamma(0.5, 1.0, g) * 3
     rate[:300] = rng.uniform(0.02, 0.08, 300)
     x = rng.poisson(rate * rng.uniform(0.5, 2, (n, 1))).astype(float)
-    names = tuple(f"G{i:04d}" for i in range(g))
-    labels = tuple("rare" if i < 10 else "large" for i in range(n))
+    return x, tuple(f"G{i:04d}" for i in range(g)), tuple("rare" if i < 10 else "large" for i in range(n))
+
+
+def counted_cells(part, x, common):
+    """How many of the ten cells have a rare gene, by the sums of L4; the share of 1, 2, and 3 or more that are right."""
+    sums = part.first().values[2 : 2 + 2 * len(common)].reshape(2, -1)[1, :300]
+    cells = (x[:10, :300] > 0).sum(axis=0)
+    among = part.shown[:300] & (cells > 0)
+    assert set(np.unique(sums % 4)) == {0.0}
+    return sums, np.mean((np.searchsorted([2, 10, 18], sums) == np.minimum(cells, 3))[among])
+
+
+def test_a_list_of_rare_genes_changes_no_value_of_another_site():
+    """Attack: one site names 300 rare genes as all that it measured, so that others normalise cells over these.
+
+    A cell that has such a gene then had a log value of about 6 instead of 2, and sums of a label of ten cells in
+    multiples of 4 told how many of its cells have the gene, for more than 95 % of genes. Cells are now normalised over
+    all genes of their own site, so the sums of these genes are the same whatever another site names.
+    """
+    x, names, labels = rare_cells()
     base = logistic_terms.Params((Party("a"), Party("b")), HUB, n_top_genes=30, penalties=(1.0,))
-    mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(n, bool)).open_labels(base.min_cells)
-    cells, right = (x[:10, :300] > 0).sum(axis=0), {}
+    mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(len(x), bool)).open_labels(base.min_cells)
+    found = {}
     for what, common in (("all", names), ("chosen", names[:300])):
         part = Part(Params(base), Start(common, ("large", "rare"), 0), mine)
-        values = part.first().values
-        sums = values[2 : 2 + 2 * len(common)].reshape(2, -1)[1, :300]
-        among = part.shown[:300] & (cells > 0)
-        guess = np.searchsorted([2, 10, 18], sums)
-        right[what] = np.mean((guess == np.minimum(cells, 3))[among])
-        assert set(np.unique(sums % 4)) == {0.0}
-    assert right["all"] < 0.7
-    assert right["chosen"] > 0.95
+        found[what], right = counted_cells(part, x, common)
+        assert right < 0.7
+    np.testing.assert_array_equal(found["all"], found["chosen"])
+    over_these = dataclasses.replace(mine, names=names[:300], x=scipy.sparse.csr_matrix(x[:, :300]))
+    before = Part(Params(base), Start(names[:300], ("large", "rare"), 0), over_these)  # normalised as it was
+    assert counted_cells(before, x, names[:300])[1] > 0.95
 
 
 def steer(minimise, memory, rows, mean, targets):

@@ -1,15 +1,21 @@
 """Cells of a site, normalised as scanpy does, and their sums per gene: the local steps of protocols over expression.
 
-    L2   y = target · x / Σ_g x          library-size normalisation of each cell over the common genes; l = log(1 + y)
+    L2   y = target · x / Σ_g x          library-size normalisation of each cell over all genes of its site; l = log(1 + y)
     L3   n, Σy, Σy², Σl, Σl²             per gene, some cells at a time; and as words for a secure sum
     L4   genes of largest normalised dispersion, by bins of the mean [SAT+15]
 
 Lines are those of `shared_pca`; `pooled_logistic` chooses its genes in the same way.
+
+A cell's library is the sum over the genes that its own site measured, unless the site names library sizes. Common genes
+are chosen by other parties too. Over these, a party that names a few hundred rare genes would divide each cell by a few
+counts, and by other lists in other runs read the same sums at other scales. Common genes only decide which columns are
+used. Cells that are placed by a model of an earlier run stay where they are; these are normalised over the model's
+genes (`of_model`), whatever else their file has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +33,8 @@ LARGEST_LOG = 30.0  # of values that come as logarithms
 LARGEST_SUM = 2.0**52  # of one site; 2^10 of them stay below 2^63
 FRACTION = FixedPoint(40, 1.0, 1 << 20)  # of the fractional parts of sums
 BLOCK = 1 << 22  # entries that are made dense at a time
+LEAST_SHARE = 0.5  # of a site's counts in the common genes, below which it logs a warning
+SAMPLE = 1000  # cells that the share is found from
 
 
 class Normalisation(Protocol):
@@ -50,14 +58,30 @@ class Cells:
     donor: I64 | None = None  # (n,), codes, where donors are named
 
 
-def normalised(params: Normalisation, mine: Cells, common: list[str] | tuple[str, ...], width: int) -> Iterator[Any]:
-    """Yield y (L2) of some cells at a time, as many as `BLOCK` dense entries of that width allow."""
+def normalised(
+    params: Normalisation, mine: Cells, common: list[str] | tuple[str, ...], width: int, *, of_model: bool = False
+) -> Iterator[Any]:
+    """Yield y (L2) of some cells at a time, as many as `BLOCK` dense entries of that width allow.
+
+    With `of_model`, cells are normalised over `common`, the genes of a model. No sum is made of these.
+    """
     at = genes.match_genes(list(mine.names), common)
     step = max(1, BLOCK // max(1, width))
     for start in range(0, mine.x.shape[0], step):
         part = slice(start, min(start + step, mine.x.shape[0]))
         library = None if mine.library is None else mine.library[part]
-        yield normalise(params, scipy.sparse.csr_matrix(mine.x[part], dtype=np.float64)[:, at], library)
+        x = scipy.sparse.csr_matrix(mine.x[part], dtype=np.float64)
+        if params.kind == "counts" and not of_model:
+            library = library_of(x, library)
+        yield normalise(params, x[:, at], library)
+
+
+def library_of(x: Any, library: F64 | None) -> F64:
+    """Counts of each cell over all genes of its site, or the sizes that the site names, which hold at least these."""
+    total: F64 = np.asarray(x.sum(axis=1), dtype=np.float64).ravel()
+    if library is not None and np.any(total > library):
+        raise DataError("a cell has more counts than its library size; take the sizes from the raw counts")
+    return total if library is None else library
 
 
 def normalise(params: Normalisation, x: Any, library: F64 | None) -> Any:
@@ -67,13 +91,25 @@ def normalise(params: Normalisation, x: Any, library: F64 | None) -> Any:
             raise DataError(f"log values above {LARGEST_LOG:g}; these are not logarithms: pass counts instead")
         x.data = np.expm1(x.data)
         return x
-    total = np.asarray(x.sum(axis=1)).ravel()
-    if library is not None and np.any(total > library):
-        raise DataError("a cell has more counts than its library size; take the sizes from the raw counts")
-    library = total if library is None else library
+    library = library_of(x, library)
     per_cell = params.target_sum / np.where(library == 0, 1.0, library)
     x.data *= np.repeat(per_cell, np.diff(x.indptr))
     return x
+
+
+def warn_of_share(params: Normalisation, mine: Cells, common: Sequence[str]) -> None:
+    """Log at this site that the common genes carry little of its counts: sites measured different genes."""
+    if params.kind != "counts" or len(common) == len(mine.names):
+        return
+    x = scipy.sparse.csr_matrix(mine.x[: min(SAMPLE, mine.x.shape[0])], dtype=np.float64)
+    library = None if mine.library is None else mine.library[: x.shape[0]]
+    total = library_of(x, library).sum()
+    share = x[:, genes.match_genes(list(mine.names), list(common))].sum() / max(total, 1.0)
+    if share < LEAST_SHARE:
+        genes.LOG.warning(
+            f"the {len(common)} genes in common carry {share:.0%} of the counts here, and cells are normalised over all "
+            "genes of this site; to normalise over the common ones, bring files with these genes only"
+        )
 
 
 def moments(params: Normalisation, mine: Cells, common: tuple[str, ...]) -> F64:

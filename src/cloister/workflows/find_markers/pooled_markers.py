@@ -2,7 +2,7 @@
 
     L1   u, S    common genes, common seed      genes that every site measured; a secret of the sites, for checked sums
          u, S    common labels                  names of labels with at least t cells of d donors at a site
-    L2   u       y = target · x / Σ_g x; l = log(1 + y)
+    L2   u       y = target · x / Σ_g x, over all genes of u; l = log(1 + y)
                  n_k; m_kg, Σ_k l, Σ_k l²       cells of label k; those that express gene g; sums over the label
                  δ_ak = log2((ȳ_ak + ε) / (ȳ_a,rest + ε))       for each donor a with t cells of k and t of the rest
     L3   u, S    checked sum of n_k, m_kg, Σ l, Σ l²; and where donors are named of A_k, A_kg, Σ δ, Σ δ², w_kg
@@ -14,7 +14,8 @@ The figures over cells are those of scanpy's `rank_genes_groups` (method t-test)
 below. Cells of one donor are not independent: p over cells ranks genes, p over donors tests them.
 
 A site's part of the sum is limited as follows. t and d are `min_cells` and `min_donors`, or more where the site's own
-settings say so. Nothing in it depends on a value that another party sends, but the choice of common genes.
+settings say so. Nothing in it depends on a value that another party sends: common genes decide which columns are added up, and
+no value of a column.
 
 - Labels with fewer than t cells or d donors of the site are one group, "others". It belongs to the rest of every label,
   and is left out if it does not reach t and d itself.
@@ -35,7 +36,7 @@ coordinator, site : over all sites together, per label: cells and donors; per la
     mean and variance, and over donors mean and variance of the log ratio. A label that one site alone has: that site's.
     With two sites: the other's sums.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort. It can leave out genes
-    from those in common, and so change what values are normalised by.
+    from those in common.
 one malicious site : the same, less its own part. By the genes that it claims to have it can do the same as the
     coordinator. It can make the result wrong.
 coordinator with k sites : these sums over the other sites, so with all but one those of the last site.
@@ -394,6 +395,7 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
     opened = OpenedSums(ch, NAME, params.sites, params.coordinator, entropy, identity)
     await opened.begin()
     labels = (await common_labels.site(ch.sub("labels", params.common_labels), params.common_labels, own)).labels
+    gene_moments.warn_of_share(params, mine.cells, agreed.names)
     return await follow(opened, params, labels, agreed.names, mine)
 
 

@@ -1,7 +1,7 @@
 """Shared PCA: the principal components of all sites' cells together, from two checked sums and no cell.
 
     L1   u, S    common genes              the genes every site measured, and whether they hold counts or log values
-    L2   u       y = target · x / Σ_g x    library-size normalisation of each cell over the common genes; l = log(1 + y)
+    L2   u       y = target · x / Σ_g x    library-size normalisation over all genes of the site; l = log(1 + y)
     L3   u, S    checked sum of n, Σy, Σy², Σl, Σl²    per gene; zero for genes that too few cells of u express
     L4   S ⇒ u   H, μ, σ, N                the genes of largest normalised dispersion, pooled mean and deviation of l
          u                                 these follow from the sums of L3
@@ -89,6 +89,7 @@ from cloister.workflows.common.gene_moments import (
     normalised,
     split_sum,
     variance_of,
+    warn_of_share,
 )
 
 # steps that other files know by this name
@@ -170,7 +171,7 @@ class Space:
     variance: F64  # λ, (d,)
     total_variance: float
     cells: int  # of those who took part in L5
-    common: tuple[str, ...]  # all genes that the sites have in common: cells are normalised over these
+    common: tuple[str, ...]  # all genes that the sites have in common: cells that are placed are normalised over these
 
 
 @message("L4")
@@ -420,11 +421,15 @@ def decompose(cov: F64, d: int) -> tuple[F64, F64]:
 
 
 def place(params: Params, space: Space, mine: Cells) -> F64:
-    """L7: cells that have the common genes, put into a space, (n, d); also one that was made earlier."""
+    """L7: cells that have the common genes, put into a space, (n, d); also one that was made earlier.
+
+    Cells are normalised over the common genes here, so that files with more or fewer other genes are placed alike. Where
+    these carry all counts of a site, this is y of L2.
+    """
     at = {name: i for i, name in enumerate(space.common)}
     chosen = np.array([at[name] for name in space.genes])
     parts = []
-    for y in normalised(params, mine, space.common, len(chosen)):
+    for y in normalised(params, mine, space.common, len(chosen), of_model=True):
         z = standardise(params, np.log1p(y[:, chosen].toarray()), space.mean, space.deviation)
         parts.append((z - space.center) @ space.components)
     return np.concatenate(parts)
@@ -509,6 +514,7 @@ async def site(
 
     agreement = common_genes.Params(params.sites, S)
     agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))  # L1
+    warn_of_share(params, mine, agreed.names)
     own = Own.of(params, mine, agreed.names, least)
     moments = own.sums()  # L2
 

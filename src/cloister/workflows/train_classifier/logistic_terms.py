@@ -139,7 +139,7 @@ class Fitted:
     """The classifier, and how it came about; the same at every party."""
 
     genes: tuple[str, ...]  # (h,); empty for an embedding
-    common: tuple[str, ...]  # cells are normalised over these
+    common: tuple[str, ...]  # cells that the model labels are normalised over these
     labels: tuple[str, ...]  # (K,)
     coefficients: F64  # W, (h, K)
     intercept: F64  # (K,)

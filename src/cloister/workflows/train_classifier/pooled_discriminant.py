@@ -5,7 +5,7 @@
          u, S    common genes, common seed      genes that every site measured; a secret of the sites, for checked sums
     L2   u, S    common labels                  label names of the remaining cells
     C1   u → S   number of u's remaining cells, rounded up       (`announced_counts`)
-    L3   u       y = target · x / Σ_g x         each cell over the common genes; l = log(1 + y); or an embedding
+    L3   u       y = target · x / Σ_g x         each cell over all genes of u; l = log(1 + y); or an embedding
          u       groups of similar cells of one label, each of at least t cells of d donors (`disclosure.similar`)
     L4   u, S    checked sum of n_k, Σ_{i in k} l_i, Σ_i l_i²      cells and sums of each label, squares per gene
     C2   S ⇒ u   abort if a site has more than `max_share` of all cells
@@ -18,8 +18,9 @@
          u, S    the setting; the level of typicality below which a cell is `unknown`
     L7   u, S    all sites received the same broadcasts     (same_view)
 
-What is summed at L4 and L5 does not depend on any message but the choice of H. No party chooses a point at which sums
-are opened. A site without labels adds zeros, and has the model in the end.
+What is summed at L4 and L5 does not depend on any message but the choice of H: common genes decide which columns are
+added up, and no value of a column. No party chooses a point at which sums are opened. A site without labels adds zeros,
+and has the model in the end.
 
 Scatter within groups is lost at L5, but for the squares of L4: the diagonal of the second moments is that of the cells.
 So the covariance is that between groups plus a diagonal, as in factor analysis.
@@ -36,7 +37,8 @@ own settings say so.
   label expresses a gene, a finer sum is the value of that cell, and the smallest values belong to the cell with the
   largest library. Sums of groups are multiples of 4 too, and add up to those of their label.
 - L4, Σ l²: over at least `min_cells` cells, with an effective number of t or more; rounded to 1/4.
-- L5: rounded to 1/4.
+- L5: rounded to 1/4. Where rounding to steps makes the squares of a column larger than those of L4, the column is
+  scaled down to these.
 - Embeddings: the t - 1 cells farthest from the site's median are moved towards it, to the distance of the t-th.
   Otherwise a cell far from all others is the first eigenvector of the second moments.
 - L6: cells are not scored. A group counts as n_γ cells, normally distributed around its mean with the site's variance
@@ -51,14 +53,12 @@ coordinator, site : which genes each site measured (coordinator); label names pe
     cells, and expected right answers per setting and by typicality; the model. A label that one site alone has: that
     site's number of cells and mean expression of it. With two sites: the other's sums. Whoever has a cell's whole
     profile can tell from a site's sums whether the cell is in them. A sum of a small label shows genes that any of its
-    cells expresses.
+    cells expresses; of a site whose file has few counts per cell, such as a panel, also in how many cells.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
-one malicious site : the same sums over the other sites, for genes of its choice. Its list of genes limits the common
-    ones, over which cells are normalised: with a few hundred rare genes most values of a cell exceed 4, and sums of a
-    label tell how many of its cells have a gene. It can claim label means that make any h genes the chosen ones, and
-    with its part shift the classifiers that the other sites score at L6. It learns sums of functions of their groups,
-    at most `SETTINGS` and `GRID` of them in a run, and may so find sizes and rounded means of single groups. It can
-    make the model wrong.
+one malicious site : the same sums over the other sites, for genes of its choice. It can claim label means that make
+    any h genes the chosen ones, and with its part shift the classifiers that the other sites score at L6. It learns
+    sums of functions of their groups, at most `SETTINGS` and `GRID` of them in a run, and may so find sizes and rounded
+    means of single groups. It can make the model wrong.
 coordinator with k sites : these sums over the other sites, so with all but one those of the last site.
 
 Assumes
@@ -229,6 +229,7 @@ class Part:
         self.sums: F64 | None = None  # as added at L4
         self.squares: F64 | None = None  # likewise
         self.whole: Grouped | None = None  # as added at L5
+        self.scale = np.ones(0)  # of each column at L5, so that it has no more than its squares
 
     @property
     def classes(self) -> int:
@@ -311,11 +312,14 @@ class Part:
         label[codes] = self.codes
         label = terms.kept[label] if len(label) else label
         means = stepwise(sums, label, self.params.label_step) / np.maximum(self.similar.cells, 1)[:, None]
+        squares = self.squares[terms.at]
+        rounded_up = np.square(means).T @ self.similar.cells  # by the step: sums of squares above those of the cells
+        self.scale = np.sqrt(np.where(rounded_up > squares, squares / np.maximum(rounded_up, 1e-300), 1.0))
+        means *= self.scale
         between = (means.T * self.similar.cells) @ means
-        squares = np.maximum(self.squares[terms.at], between.diagonal())  # rounding
-        within = (squares - between.diagonal()) / max(len(self.codes), 1)
+        within = np.maximum(squares - between.diagonal(), 0.0) / max(len(self.codes), 1)
         self.whole = Grouped(label, self.similar.cells, means, within)
-        between[np.diag_indices(len(terms.at))] = self.squares[terms.at]
+        between[np.diag_indices(len(terms.at))] = squares
         return self.similar.contribution(between[np.triu_indices(len(terms.at))])
 
     def third(self, terms: Terms, total: Statistics) -> Contribution:

@@ -51,7 +51,7 @@ class Options:
     names: Literal["index", "symbol", "ensembl"] = option(
         "index", "gene names to match by: var_names, or symbols or Ensembl ids from var"
     )
-    library_key: str | None = option(None, "column of obs with library sizes; by default the sum over common genes")
+    library_key: str | None = option(None, "column of obs with library sizes; by default the sum over all genes of the file")
     target_sum: float = option(1e4, "counts per cell after normalisation")
     labels: tuple[str, ...] = option((), "complete list of label names; if empty, the sites' names are collected")
     l2: float | None = option(
