@@ -92,3 +92,41 @@ def test_genes_of_few_cells_or_donors_add_nothing():
         assert part.cells == 30
         assert part.withheld == kept.count(False)
         assert shared_pca.moments(params, mine, mine.names)[1] > 0  # the old step
+
+
+def test_the_value_of_one_cell_does_not_follow_from_a_sum_that_it_dominates():
+    """Attack: Σy² of a gene is nearly the square of the one cell that expresses it most, whoever else does."""
+    rng = np.random.default_rng(0)
+    y = np.zeros((200, 3))
+    y[:40] = rng.uniform(0.5, 2, (40, 3))
+    y[7, 0] = 300.0
+    params = Params(SITES, HUB, kind="log", n_top_genes=3, n_components=2)
+    mine = Cells(("A", "B", "C"), np.log1p(y))
+    own = Own.of(params, mine, mine.names, Thresholds(10, 3))
+    total, square, log, log_square = own.sums().values[1:].reshape(4, 3)
+    old_total, old_square = shared_pca.moments(params, mine, mine.names)[1:7].reshape(2, 3)
+    assert abs(old_square[0] ** 0.5 - 300) < 1  # the old step: its value, to 0.3 %
+    assert square[0] ** 0.5 < 20
+    assert (np.array([total[1:], square[1:]]) == np.array([old_total[1:], old_square[1:]])).all()  # others as they are
+    tenth = np.sort(y[:, 0])[-10]
+    assert total[0] == pytest.approx(np.minimum(y[:, 0], tenth).sum())
+    limited = own.mine.x.copy()
+    limited[7, 0] = np.log1p(tenth)
+    space = Chosen(np.arange(3), np.zeros(3), np.ones(3), 200)
+    logs = np.concatenate(list(own.logs(space)))
+    assert logs[7, 0] == pytest.approx(np.log1p(tenth))  # at L5 too
+    np.testing.assert_allclose(logs.sum(axis=0)[1:], log[1:])
+    assert (log_square > 0).all()
+
+
+def test_a_gene_that_one_donor_dominates_adds_nothing():
+    rng = np.random.default_rng(0)
+    donor = np.repeat([0, 1, 2], 60)
+    y = rng.uniform(0.5, 2, (180, 2))
+    y[:60, 0] *= 20
+    params = Params(SITES, HUB, kind="log", n_top_genes=2, n_components=1)
+    mine = Cells(("A", "B"), np.log1p(y), None, donor)
+    sums = Own.of(params, mine, mine.names, Thresholds(10, 3)).sums().values[1:].reshape(4, 2)
+    assert not sums[:, 0].any()
+    assert sums[:, 1].all()
+    assert Own.of(params, mine, mine.names, Thresholds(10, 1)).genes.donors.tolist() == [3, 3]

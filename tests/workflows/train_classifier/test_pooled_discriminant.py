@@ -439,7 +439,7 @@ def rare_cells(g=1200):
 
 
 def counted_cells(part, x, common):
-    """How many of the ten cells have a rare gene, by the sums of L4; the share of 1, 2, and 3 or more that are right."""
+    """The sums of rare genes at L4, and how often these tell whether 1, 2, or 3 or more of the ten cells have one."""
     sums = part.first().values[2 : 2 + 2 * len(common)].reshape(2, -1)[1, :300]
     cells = (x[:10, :300] > 0).sum(axis=0)
     among = part.shown[:300] & (cells > 0)

@@ -1,6 +1,6 @@
 """Cells of a site, normalised as scanpy does, and their sums per gene: the local steps of protocols over expression.
 
-    L2   y = target · x / Σ_g x          library-size normalisation of each cell over all genes of its site; l = log(1 + y)
+    L2   y = target · x / Σ_g x          library-size normalisation over all genes of the cell's site; l = log(1 + y)
     L3   n, Σy, Σy², Σl, Σl²             per gene, some cells at a time; and as words for a secure sum
     L4   genes of largest normalised dispersion, by bins of the mean [SAT+15]
 
@@ -16,14 +16,15 @@ genes (`of_model`), whatever else their file has.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import scipy.sparse
 
-from cloister.arrays import F64, I64, U64
+from cloister.arrays import F64, I64, U64, Bits
 from cloister.cells import genes
+from cloister.disclosure import Shares, largest_of
 from cloister.errors import DataError
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.fixed_point import FixedPoint
@@ -107,36 +108,81 @@ def warn_of_share(params: Normalisation, mine: Cells, common: Sequence[str]) -> 
     share = x[:, genes.match_genes(list(mine.names), list(common))].sum() / max(total, 1.0)
     if share < LEAST_SHARE:
         genes.LOG.warning(
-            f"the {len(common)} genes in common carry {share:.0%} of the counts here, and cells are normalised over all "
-            "genes of this site; to normalise over the common ones, bring files with these genes only"
+            f"the {len(common)} genes in common carry {share:.0%} of the counts here, and cells are normalised over "
+            "all genes of this site; to normalise over the common ones, bring files with these genes only"
         )
 
 
-def moments(params: Normalisation, mine: Cells, common: tuple[str, ...]) -> F64:
-    """n, Σy, Σy², Σl, Σl² as one vector."""
+def moments(params: Normalisation, mine: Cells, common: tuple[str, ...], cap: F64 | None = None) -> F64:
+    """n, Σy, Σy², Σl, Σl² as one vector; of a gene with a `cap`, y counts up to that."""
     g = len(common)
     sums = np.zeros((4, g))
     for y in normalised(params, mine, common, g):
+        if cap is not None:
+            y.data = np.minimum(y.data, cap[y.indices])
         log = np.log1p(y.data)
         for row, values in zip(sums, (y.data, y.data**2, log, log**2), strict=True):
             row += np.bincount(y.indices, values, minlength=g)
     return np.concatenate([[float(mine.x.shape[0])], sums.ravel()])
 
 
-def expressing(params: Normalisation, mine: Cells, common: tuple[str, ...]) -> tuple[I64, I64 | None]:
+@dataclass(frozen=True)
+class Expressing:
+    """Who expresses each common gene at a site, and how large a part of Σy² one of them has."""
+
+    cells: I64  # (g,)
+    donors: I64 | None  # (g,), where donors are named
+    shares: Shares
+
+    @property
+    def one_cell(self) -> Bits:
+        """Genes of which one cell has most of Σy²."""
+        return replace(self.shares, donor=None).dominated
+
+    @property
+    def one_donor(self) -> Shares:
+        return replace(self.shares, cell=None)
+
+
+def expressing(params: Normalisation, mine: Cells, common: tuple[str, ...]) -> Expressing:
     """Per gene, how many cells of this site express it, and how many donors do where donors are named."""
     g, start = len(common), 0
-    cells = np.zeros(g, np.int64)
-    donors = 0 if mine.donor is None else int(mine.donor.max(initial=-1)) + 1
-    who = np.zeros((donors, g), bool)
+    cells, squares, largest = np.zeros(g, np.int64), np.zeros(g), np.zeros(g)
+    people = 0 if mine.donor is None else int(mine.donor.max(initial=-1)) + 1
+    of_donor = np.zeros((people, g))
     for y in normalised(params, mine, common, g):
         there = y.data > 0
-        cells += np.bincount(y.indices[there], minlength=g)
+        at, values = y.indices[there], np.square(y.data[there])
+        cells += np.bincount(at, minlength=g)
+        squares += np.bincount(at, values, minlength=g)
+        np.maximum.at(largest, at, values)
         if mine.donor is not None:
-            rows = np.repeat(mine.donor[start : start + y.shape[0]], np.diff(y.indptr))
-            who[rows[there], y.indices[there]] = True
+            rows = np.repeat(mine.donor[start : start + y.shape[0]], np.diff(y.indptr))[there]
+            of_donor += np.bincount(rows * g + at, values, minlength=people * g).reshape(people, g)
         start += y.shape[0]
-    return cells, None if mine.donor is None else who.sum(axis=0)
+    if mine.donor is None:
+        return Expressing(cells, None, Shares.of(squares, largest))
+    shares = Shares.of(squares, largest, of_donor.max(axis=0, initial=0.0))
+    return Expressing(cells, (of_donor > 0).sum(axis=0), shares)
+
+
+def caps(params: Normalisation, mine: Cells, common: tuple[str, ...], found: Expressing, rank: int) -> F64 | None:
+    """Of genes of which one cell has most of Σy²: the value of the `rank`-th largest, so that `rank` cells have it.
+
+    Values above it count as it (top coding). Infinite for other genes; None if there are none of these.
+    """
+    few = np.flatnonzero(found.one_cell)
+    if not len(few):
+        return None
+    at, values = [], []
+    for y in normalised(params, mine, common, len(common)):
+        part = y[:, few]
+        at.append(part.indices)
+        values.append(part.data)
+    column, value = np.concatenate(at).astype(np.int64), np.concatenate(values)
+    cap = np.full(len(common), np.inf)
+    cap[few] = np.maximum(largest_of(column, value, len(few), rank), 0.0)
+    return cap
 
 
 def split_sum(x: F64, sites: int, entropy: Entropy) -> U64:

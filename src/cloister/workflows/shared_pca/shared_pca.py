@@ -15,11 +15,12 @@ S broadcasts what follows from the sums so that it has the same digits at all si
 L3 to L7 begin again without it (`attempts`).
 
 "Too few" are the site's own thresholds (`disclosure`): `min_expressing` cells, of `min_donors` donors where donors are
-named. In a gene that too few of its cells express, a site counts all its cells as zero, in L3 and in L5. Clipping is
-the only step that depends on single values: the cells beyond a limit, and those within both, are groups of the site,
-and each is empty or large enough. If fewer cells are beyond a limit, they are not clipped there, and if fewer are
-within, none are; then Σz and Σz² follow from L3. A gene in which an unclipped value exceeds ten times the limit counts
-as zero.
+named. In a gene that too few of its cells express, or of which one donor has more than nine tenths of Σy², a site
+counts all its cells as zero, in L3 and in L5. Where one cell has more than half of Σy², values above the
+`min_expressing`-th largest count as that one. Clipping is the only step that depends on single values: the cells beyond
+a limit, and those within both, are groups of the site, and each is empty or large enough. If fewer cells are beyond a
+limit, they are not clipped there, and if fewer are within, none are; then Σz and Σz² follow from L3. A gene in which an
+unclipped value exceeds ten times the limit counts as zero.
 
 The steps and their order are scanpy's (`normalize_total`, `log1p`, `highly_variable_genes` of flavour seurat, `scale`,
 `pca`), so the result is that of the pooled cells, up to the signs of the components and to the rules above. It corrects
@@ -82,6 +83,7 @@ from cloister.workflows.common import common_genes
 from cloister.workflows.common.gene_moments import (
     LARGEST_LOG,
     Cells,
+    caps,
     choose_genes,
     expressing,
     join_sum,
@@ -197,7 +199,13 @@ def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Any]:
     own = [Own.of(params, c, common, params.thresholds) for c in xs.values()]
     x = np.concatenate(
         [
-            np.concatenate([y.toarray() for y in normalised(params, o.mine, common, len(common))]) * o.genes.open
+            np.concatenate(
+                [
+                    np.minimum(y.toarray(), np.inf if o.cap is None else o.cap)
+                    for y in normalised(params, o.mine, common, len(common))
+                ]
+            )
+            * o.genes.open
             for o in own
         ]
     )
@@ -262,15 +270,18 @@ class Own:
     common: tuple[str, ...]
     rows: Rows
     genes: Groups  # cells and donors that express each common gene
+    cap: F64 | None = None  # of y per gene, where one cell would have most of Σy²
 
     @staticmethod
     def of(params: Params, mine: Cells, common: tuple[str, ...], least: Thresholds) -> Own:
         rows = Rows(mine.x.shape[0], mine.donor, least)
-        return Own(params, mine, common, rows, rows.sized(*expressing(params, mine, common)))
+        found = expressing(params, mine, common)
+        cap = caps(params, mine, common, found, least.min_cells)
+        return Own(params, mine, common, rows, rows.sized(found.cells, found.donors, found.one_donor), cap)
 
     def sums(self) -> Contribution:
         """L3: n, Σy, Σy², Σl, Σl²."""
-        n, *rest = np.split(moments(self.params, self.mine, self.common), 1 + len(self.common) * np.arange(4))
+        n, *rest = np.split(moments(self.params, self.mine, self.common, self.cap), 1 + len(self.common) * np.arange(4))
         part = self.rows.summed(self.genes, np.stack(rest, axis=1))
         whole = self.rows.whole(n)
         return replace_values(part, np.concatenate([whole.values, part.values.T.ravel()]))
@@ -278,8 +289,9 @@ class Own:
     def logs(self, space: Chosen) -> Iterator[F64]:
         """L of the chosen genes, some cells at a time; zero where the gene counts as zero here."""
         keep = self.genes.open[space.at]
+        cap = np.inf if self.cap is None else self.cap[space.at]
         for y in normalised(self.params, self.mine, self.common, len(space.at)):
-            yield np.log1p(y[:, space.at].toarray()) * keep
+            yield np.log1p(np.minimum(y[:, space.at].toarray(), cap)) * keep
 
     def limits(self, space: Chosen) -> tuple[F64, F64, Bits]:
         """L5: lower and upper limit of z per gene, infinite where it is not clipped; and genes that count as zero."""
@@ -423,8 +435,8 @@ def decompose(cov: F64, d: int) -> tuple[F64, F64]:
 def place(params: Params, space: Space, mine: Cells) -> F64:
     """L7: cells that have the common genes, put into a space, (n, d); also one that was made earlier.
 
-    Cells are normalised over the common genes here, so that files with more or fewer other genes are placed alike. Where
-    these carry all counts of a site, this is y of L2.
+    Cells are normalised over the common genes here, so that files with more or fewer other genes are placed alike.
+    Where these carry all counts of a site, this is y of L2.
     """
     at = {name: i for i, name in enumerate(space.common)}
     chosen = np.array([at[name] for name in space.genes])
@@ -510,7 +522,7 @@ async def site(
     S, least = params.coordinator, params.thresholds
     if thresholds is not None:
         least = least.raised({"min_cells": thresholds.min_cells, "min_donors": thresholds.min_donors})
-    Rows(mine.x.shape[0], mine.donor, least).check()
+    Rows(mine.x.shape[0], mine.donor, least).check(magnitudes=True)
 
     agreement = common_genes.Params(params.sites, S)
     agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))  # L1

@@ -124,10 +124,11 @@ class Labelled:
     def open_labels(self, least: int) -> Labelled:
         """The same cells without the labels that are too rare here; without any if fewer than `least` cells remain.
 
+        Of a donor that has more than half of a label's cells, those that are too many have no label either.
         Cells without a label add nothing to any sum, so that no total has a complement.
         """
         names = self.own_labels
-        keep = self.group.open_rows(self.codes(names), len(names))
+        keep = self.group.balanced_rows(self.codes(names), len(names))
         if keep.sum() < least:
             keep[:] = False
         labels = tuple(name if k else None for name, k in zip(self.labels, keep, strict=True))

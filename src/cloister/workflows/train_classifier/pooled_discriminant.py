@@ -1,7 +1,8 @@
 """Pooled discriminant: one linear classifier of all sites' labelled cells, from three fixed sums and no iteration.
 
-    L1   u       drop labels with fewer than t own cells or d own donors, and cells without a label; if fewer than
-                 `min_cells` cells remain, u adds zero to every sum
+    L1   u       drop labels with fewer than t own cells or d own donors, cells without a label, and of a donor with
+                 more than half of a label's cells those that are too many; if fewer than `min_cells` cells remain, u
+                 adds zero to every sum
          u, S    common genes, common seed      genes that every site measured; a secret of the sites, for checked sums
     L2   u, S    common labels                  label names of the remaining cells
     C1   u → S   number of u's remaining cells, rounded up       (`announced_counts`)
@@ -32,10 +33,11 @@ own settings say so.
   rounded sums of whole groups, and of the squares of L4. Whatever others send, and whatever they solve for, no opened
   value of L5 and L6 changes unless one of these does.
 - L4, n_k and Σ_k l: over at least t cells of d donors of label k at this site. A gene whose effective number of cells,
-  Σ l² / max l², is below t at the site, or that fewer than d donors express, counts as zero in all of its cells, at L5
-  and L6 too. Sums of labels are multiples of 4, which is more than most values of one cell: where one cell of a small
-  label expresses a gene, a finer sum is the value of that cell, and the smallest values belong to the cell with the
-  largest library. Sums of groups are multiples of 4 too, and add up to those of their label.
+  Σ l² / max l², is below t at the site, that fewer than d donors express, or of which one donor has more than nine
+  tenths of Σ l², counts as zero in all of its cells, at L5 and L6 too. Sums of labels are multiples of 4, which is more
+  than most values of one cell: where one cell of a small label expresses a gene, a finer sum is the value of that cell,
+  and the smallest values belong to the cell with the largest library. Sums of groups are multiples of 4 too, and add up
+  to those of their label.
 - L4, Σ l²: over at least `min_cells` cells, with an effective number of t or more; rounded to 1/4.
 - L5: rounded to 1/4. Where rounding to steps makes the squares of a column larger than those of L4, the column is
   scaled down to these.
@@ -90,7 +92,7 @@ import scipy.special
 
 from cloister.arrays import F64, I64, U64, Bits
 from cloister.cells import genes
-from cloister.disclosure import Contribution, SimilarGroups, join
+from cloister.disclosure import Contribution, Shares, SimilarGroups, join
 from cloister.disclosure import Rows as Group
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import discriminant, logistic
@@ -255,9 +257,9 @@ class Part:
         columns = self.start.columns if self.params.base.embedding else len(self.start.common)
         K = self.classes
         sums, squares, largest = np.zeros((K, columns)), np.zeros(columns), np.zeros(columns)
-        donor, seen = self.donors(), np.zeros((0, columns), bool)
+        donor, by_donor = self.donors(), np.zeros((0, columns))
         if donor is not None:
-            seen = np.zeros((int(donor.max(initial=-1)) + 1, columns), bool)
+            by_donor = np.zeros((int(donor.max(initial=-1)) + 1, columns))
         for x, at in self.blocks():
             sparse = scipy.sparse.csr_matrix(x)
             hot = one_hot(self.codes[at], K)
@@ -266,11 +268,13 @@ class Part:
             squares += np.asarray(square.sum(axis=0)).ravel()
             largest = np.maximum(largest, square.max(axis=0).toarray().ravel())
             if donor is not None:
-                seen |= (one_hot(donor[at], len(seen)).T @ (sparse != 0).astype(np.float64)).toarray() > 0
+                by_donor += (one_hot(donor[at], len(by_donor)).T @ square).toarray()
         cells = np.where(largest > 0, squares / np.where(largest > 0, largest, 1.0), 0.0)  # effective numbers
-        donors = None if donor is None else seen.sum(axis=0)
-        second = self.group.counted(squares, cells, donors)
-        self.shown = self.group.counted(np.ones(columns), cells, donors).values > 0
+        donors, shares = None, Shares()
+        if donor is not None:
+            donors, shares = (by_donor > 0).sum(axis=0), Shares.of(squares, donor=by_donor.max(axis=0, initial=0.0))
+        second = self.group.counted(squares, cells, donors, shares)
+        self.shown = self.group.counted(np.ones(columns), cells, donors, shares).values > 0
         self.similar = self.group.similar(self.features(sums.sum(axis=0), squares), self.codes, complete=True)
         self.squares = rounded(self.params, second.values)
         step = self.params.label_step

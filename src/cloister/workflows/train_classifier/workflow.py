@@ -51,7 +51,9 @@ class Options:
     names: Literal["index", "symbol", "ensembl"] = option(
         "index", "gene names to match by: var_names, or symbols or Ensembl ids from var"
     )
-    library_key: str | None = option(None, "column of obs with library sizes; by default the sum over all genes of the file")
+    library_key: str | None = option(
+        None, "column of obs with library sizes; by default the sum over all genes of the file"
+    )
     target_sum: float = option(1e4, "counts per cell after normalisation")
     labels: tuple[str, ...] = option((), "complete list of label names; if empty, the sites' names are collected")
     l2: float | None = option(
@@ -408,6 +410,9 @@ def notes_on_labels(adata: AnnData, options: Options, labels: tuple[str | None, 
         more = f" and {len(excluded) - 8} more" if len(excluded) > 8 else ""
         notes.append(f"left out here, {fewest}: {listed}{more}; these cells add nothing to the model")
     remain = sum(name is not None for name in mine.open_labels(1).labels)
+    surplus = sum(name is not None and name not in excluded for name in labels) - remain
+    if surplus:
+        notes.append(f"{surplus} cells left out here, by which one donor has more than half of a label's cells")
     if 0 < remain < options.min_cells:
         notes.append(
             f"{remain} labelled cells remain, fewer than min_cells = {options.min_cells}: this site adds nothing to "
