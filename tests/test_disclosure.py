@@ -380,7 +380,7 @@ def test_a_sum_that_one_cell_or_donor_dominates_is_zero():
     cells, donors = np.full(4, 10), np.full(4, 3)
     rows = Rows(10, np.arange(10) % 3)
     sums = np.array([100.0, 100.0, 100.0, 0.0])
-    one_cell, one_donor = np.array([99.0, 50.0, 10.0, 0.0]), np.array([99.0, 60.0, 91.0, 0.0])
+    one_cell, one_donor = np.array([99.0, 75.0, 10.0, 0.0]), np.array([99.0, 60.0, 91.0, 0.0])
     assert rows.counted(sums, cells, donors).values.tolist() == sums.tolist()
     part = rows.counted(sums, cells, donors, Shares.of(sums, one_cell, one_donor))
     assert part.values.tolist() == [0.0, 100.0, 0.0, 0.0]

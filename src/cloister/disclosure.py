@@ -19,7 +19,8 @@ Kinds of sums and their criteria:
   groups with `open_rows`, so that the total is over the rest.
 - `counted`: sums of sparse products, entry by entry. An entry needs enough terms that are not zero. Where the terms are
   magnitudes, `Shares` says which part of an entry one cell and one donor have: an entry of which one cell has more than
-  half, or one donor more than nine tenths, is zero (the dominance rule of statistical disclosure control [HDF+12]).
+  three quarters, or one donor more than nine tenths, is zero (the dominance rule of statistical disclosure control
+  [HDF+12]).
 - `coarse`: numbers of rows that meet conditions, in multiples of `min_cells`.
 - `weighted`: Σ_i w_ik v_i with real weights. The criterion is leverage, h_ik = w_ik² / Σ_j w_jk²: the largest part of
   column k that one row can have. The effective group size is 1 / max_i h_ik; m rows of equal weight have size m. The
@@ -54,7 +55,7 @@ from cloister.errors import DataError, ParameterError
 
 SPAN = 1e-11  # part of a column, outside the others, that counts as rounding
 SLACK = 1e-9  # of effective group sizes, which are quotients of floating-point sums
-CELL_SHARE = 0.5  # of a sum of magnitudes, at most, that one cell has: no more than all others together
+CELL_SHARE = 0.75  # of a sum of magnitudes, at most, that one cell has
 DONOR_SHARE = 0.9  # the same of one donor
 
 

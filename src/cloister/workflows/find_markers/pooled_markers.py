@@ -20,9 +20,9 @@ up, and no value of a column.
 - Of a donor that has more than half of the cells of a label at the site, those that are too many are left out.
 - Labels with fewer than t cells or d donors of the site are one group, "others". It belongs to the rest of every label,
   and is left out if it does not reach t and d itself.
-- An entry (k, g) is zero unless t cells of d donors of label k express g here, or if one cell has more than half of Σ
-  l² or one donor more than nine tenths of Σ y. All such entries of a gene are added to "others", which is zero unless t
-  cells of d donors express g in it.
+- An entry (k, g) is zero unless t cells of d donors of label k express g here, or if one cell has more than three
+  quarters of Σ l² or one donor more than nine tenths of Σ y. All such entries of a gene are added to "others", which is
+  zero unless t cells of d donors express g in it.
 - If fewer than t cells of label k do not express g, m_kg is n_k. Otherwise, if these are of fewer than d donors, m_kg
   is zero, and the site's cells of k do not count in the fraction: w_kg is n_k, and 0 for all others. The same of
   "others", with all cells of the labels whose entry was added to it; it has no w.

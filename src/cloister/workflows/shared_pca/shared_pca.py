@@ -16,7 +16,7 @@ L3 to L7 begin again without it (`attempts`).
 
 "Too few" are the site's own thresholds (`disclosure`): `min_expressing` cells, of `min_donors` donors where donors are
 named. In a gene that too few of its cells express, or of which one donor has more than nine tenths of Σy², a site
-counts all its cells as zero, in L3 and in L5. Where one cell has more than half of Σy², values above the
+counts all its cells as zero, in L3 and in L5. Where one cell has more than three quarters of Σy², values above the
 `min_expressing`-th largest count as that one. Clipping is the only step that depends on single values: the cells beyond
 a limit, and those within both, are groups of the site, and each is empty or large enough. If fewer cells are beyond a
 limit, they are not clipped there, and if fewer are within, none are; then Σz and Σz² follow from L3. A gene in which an
