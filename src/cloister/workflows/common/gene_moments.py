@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import scipy.sparse
 
-from cloister.arrays import F64, I64, U64, Bits
+from cloister.arrays import F64, I64, U64, Bits, Index
 from cloister.cells import genes
 from cloister.disclosure import Shares, largest_of
 from cloister.errors import DataError
@@ -36,6 +37,7 @@ FRACTION = FixedPoint(40, 1.0, 1 << 20)  # of the fractional parts of sums
 BLOCK = 1 << 22  # entries that are made dense at a time
 LEAST_SHARE = 0.5  # of a site's counts in the common genes, below which it logs a warning
 SAMPLE = 1000  # cells that the share is found from
+HELD = 1 << 24  # values that are not zero, which a site holds from pass to pass
 
 
 class Normalisation(Protocol):
@@ -66,7 +68,7 @@ def normalised(
 
     With `of_model`, cells are normalised over `common`, the genes of a model. No sum is made of these.
     """
-    at = genes.match_genes(list(mine.names), common)
+    at = columns_of(tuple(mine.names), tuple(common))
     step = max(1, BLOCK // max(1, width))
     for start in range(0, mine.x.shape[0], step):
         part = slice(start, min(start + step, mine.x.shape[0]))
@@ -75,6 +77,37 @@ def normalised(
         if params.kind == "counts" and not of_model:
             library = library_of(x, library)
         yield normalise(params, x[:, at], library)
+
+
+@lru_cache(maxsize=8)  # sites pass over their cells several times, for the same genes
+def columns_of(names: tuple[str, ...], common: tuple[str, ...]) -> Index:
+    """Positions of the common genes among a site's."""
+    at = genes.match_genes(list(names), list(common))
+    at.flags.writeable = False
+    return at
+
+
+class Values:
+    """y (L2) of a site's cells, some at a time: held in memory after the first pass where these are not too many."""
+
+    def __init__(self, params: Normalisation, mine: Cells, common: Sequence[str]) -> None:
+        self.params, self.mine, self.common = params, mine, tuple(common)
+        self.held: list[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Blocks that nobody may change."""
+        if self.held is not None:
+            yield from self.held
+            return
+        parts, size = [], 0
+        for y in normalised(self.params, self.mine, self.common, len(self.common)):
+            size += y.nnz
+            if size <= HELD:
+                parts.append(y)
+            else:
+                parts.clear()
+            yield y
+        self.held = parts if size <= HELD else None
 
 
 def library_of(x: Any, library: F64 | None) -> F64:
@@ -113,17 +146,21 @@ def warn_of_share(params: Normalisation, mine: Cells, common: Sequence[str]) -> 
         )
 
 
-def moments(params: Normalisation, mine: Cells, common: tuple[str, ...], cap: F64 | None = None) -> F64:
-    """n, Σy, Σy², Σl, Σl² as one vector; of a gene with a `cap`, y counts up to that."""
-    g = len(common)
+def moments(params: Normalisation, mine: Cells, common: tuple[str, ...]) -> F64:
+    """n, Σy, Σy², Σl, Σl² as one vector."""
+    return moments_of(Values(params, mine, common))
+
+
+def moments_of(values: Values, cap: F64 | None = None) -> F64:
+    """The same; of a gene with a `cap`, y counts up to that."""
+    g = len(values.common)
     sums = np.zeros((4, g))
-    for y in normalised(params, mine, common, g):
-        if cap is not None:
-            y.data = np.minimum(y.data, cap[y.indices])
-        log = np.log1p(y.data)
-        for row, values in zip(sums, (y.data, y.data**2, log, log**2), strict=True):
-            row += np.bincount(y.indices, values, minlength=g)
-    return np.concatenate([[float(mine.x.shape[0])], sums.ravel()])
+    for y in values:
+        data = y.data if cap is None else np.minimum(y.data, cap[y.indices])
+        log = np.log1p(data)
+        for row, part in zip(sums, (data, data**2, log, log**2), strict=True):
+            row += np.bincount(y.indices, part, minlength=g)
+    return np.concatenate([[float(values.mine.x.shape[0])], sums.ravel()])
 
 
 @dataclass(frozen=True)
@@ -144,21 +181,21 @@ class Expressing:
         return replace(self.shares, cell=None)
 
 
-def expressing(params: Normalisation, mine: Cells, common: tuple[str, ...]) -> Expressing:
+def expressing(values: Values) -> Expressing:
     """Per gene, how many cells of this site express it, and how many donors do where donors are named."""
-    g, start = len(common), 0
+    g, start, mine = len(values.common), 0, values.mine
     cells, squares, largest = np.zeros(g, np.int64), np.zeros(g), np.zeros(g)
     people = 0 if mine.donor is None else int(mine.donor.max(initial=-1)) + 1
     of_donor = np.zeros((people, g))
-    for y in normalised(params, mine, common, g):
+    for y in values:
         there = y.data > 0
-        at, values = y.indices[there], np.square(y.data[there])
+        at, square = (y.indices, np.square(y.data)) if there.all() else (y.indices[there], np.square(y.data[there]))
         cells += np.bincount(at, minlength=g)
-        squares += np.bincount(at, values, minlength=g)
-        np.maximum.at(largest, at, values)
+        squares += np.bincount(at, square, minlength=g)
+        np.maximum.at(largest, at, square)
         if mine.donor is not None:
             rows = np.repeat(mine.donor[start : start + y.shape[0]], np.diff(y.indptr))[there]
-            of_donor += np.bincount(rows * g + at, values, minlength=people * g).reshape(people, g)
+            of_donor += np.bincount(rows * g + at, square, minlength=people * g).reshape(people, g)
         start += y.shape[0]
     if mine.donor is None:
         return Expressing(cells, None, Shares.of(squares, largest))
@@ -166,7 +203,7 @@ def expressing(params: Normalisation, mine: Cells, common: tuple[str, ...]) -> E
     return Expressing(cells, (of_donor > 0).sum(axis=0), shares)
 
 
-def caps(params: Normalisation, mine: Cells, common: tuple[str, ...], found: Expressing, rank: int) -> F64 | None:
+def caps(values: Values, found: Expressing, rank: int) -> F64 | None:
     """Of genes of which one cell has most of Σy²: the value of the `rank`-th largest, so that `rank` cells have it.
 
     Values above it count as it (top coding). Infinite for other genes; None if there are none of these.
@@ -174,14 +211,15 @@ def caps(params: Normalisation, mine: Cells, common: tuple[str, ...], found: Exp
     few = np.flatnonzero(found.one_cell)
     if not len(few):
         return None
-    at, values = [], []
-    for y in normalised(params, mine, common, len(common)):
-        part = y[:, few]
-        at.append(part.indices)
-        values.append(part.data)
-    column, value = np.concatenate(at).astype(np.int64), np.concatenate(values)
-    cap = np.full(len(common), np.inf)
-    cap[few] = np.maximum(largest_of(column, value, len(few), rank), 0.0)
+    position = np.full(len(values.common), -1)
+    position[few] = np.arange(len(few))
+    column, size = [], []
+    for y in values:
+        at = position[y.indices]
+        column.append(at[at >= 0])
+        size.append(y.data[at >= 0])
+    cap = np.full(len(values.common), np.inf)
+    cap[few] = np.maximum(largest_of(np.concatenate(column), np.concatenate(size), len(few), rank), 0.0)
     return cap
 
 

@@ -81,13 +81,16 @@ from cloister.mpc.sums import checked_sum, common_seed, consistency_check, retry
 from cloister.study import Party
 from cloister.workflows.common import common_genes
 from cloister.workflows.common.gene_moments import (
+    BLOCK,
     LARGEST_LOG,
     Cells,
+    Values,
     caps,
     choose_genes,
     expressing,
     join_sum,
     moments,
+    moments_of,
     normalised,
     split_sum,
     variance_of,
@@ -196,7 +199,7 @@ class Components:  # S → u
 def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Any]:
     """The PCA of the pooled cells, each site's by its own rules; and every site's cells in it."""
     common = tuple(genes.genes_in_common({u: c.names for u, c in xs.items()}))
-    own = [Own.of(params, c, common, params.thresholds) for c in xs.values()]
+    own = [Own(params, c, common, params.thresholds) for c in xs.values()]
     x = np.concatenate(
         [
             np.concatenate(
@@ -262,51 +265,72 @@ def products_length(chosen: int) -> int:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Of one space at one site (L5)."""
+
+    lower: F64  # limits of z per gene, infinite where it is not clipped
+    upper: F64
+    zero: Bits  # genes that count as zero
+    spread: F64  # Σ (l - μ)²
+
+
 class Own:
     """One site's cells with its thresholds: which genes count as zero here, and where values are clipped."""
 
-    params: Params
-    mine: Cells
-    common: tuple[str, ...]
-    rows: Rows
-    genes: Groups  # cells and donors that express each common gene
-    cap: F64 | None = None  # of y per gene, where one cell would have most of Σy²
-
-    @staticmethod
-    def of(params: Params, mine: Cells, common: tuple[str, ...], least: Thresholds) -> Own:
-        rows = Rows(mine.x.shape[0], mine.donor, least)
-        found = expressing(params, mine, common)
-        cap = caps(params, mine, common, found, least.min_cells)
-        return Own(params, mine, common, rows, rows.sized(found.cells, found.donors, found.one_donor), cap)
+    def __init__(self, params: Params, mine: Cells, common: tuple[str, ...], least: Thresholds) -> None:
+        self.params, self.mine, self.common = params, mine, common
+        self.rows = Rows(mine.x.shape[0], mine.donor, least)
+        self.values = Values(params, mine, common)
+        found = expressing(self.values)
+        self.genes: Groups = self.rows.sized(found.cells, found.donors, found.one_donor)
+        self.cap = caps(self.values, found, least.min_cells)  # of y per gene, where one cell would have most of Σy²
+        self.last: tuple[Chosen, list[F64] | None, Limits] | None = None  # a space, l of its genes, and its limits
 
     def sums(self) -> Contribution:
         """L3: n, Σy, Σy², Σl, Σl²."""
-        n, *rest = np.split(moments(self.params, self.mine, self.common, self.cap), 1 + len(self.common) * np.arange(4))
+        n, *rest = np.split(moments_of(self.values, self.cap), 1 + len(self.common) * np.arange(4))
         part = self.rows.summed(self.genes, np.stack(rest, axis=1))
         whole = self.rows.whole(n)
         return replace_values(part, np.concatenate([whole.values, part.values.T.ravel()]))
 
     def logs(self, space: Chosen) -> Iterator[F64]:
         """L of the chosen genes, some cells at a time; zero where the gene counts as zero here."""
+        if self.last is not None and self.last[0] is space and self.last[1] is not None:
+            yield from self.last[1]
+            return
         keep = self.genes.open[space.at]
-        cap = np.inf if self.cap is None else self.cap[space.at]
-        for y in normalised(self.params, self.mine, self.common, len(space.at)):
-            yield np.log1p(np.minimum(y[:, space.at].toarray(), cap)) * keep
+        cap = None if self.cap is None or np.isinf(self.cap[space.at]).all() else self.cap[space.at]
+        for y in self.values:
+            log = y[:, space.at].toarray()
+            if cap is not None:
+                np.minimum(log, cap, out=log)
+            np.log1p(log, out=log)
+            log[:, ~keep] = 0.0
+            yield log
 
-    def limits(self, space: Chosen) -> tuple[F64, F64, Bits]:
-        """L5: lower and upper limit of z per gene, infinite where it is not clipped; and genes that count as zero."""
+    def limits(self, space: Chosen) -> Limits:
+        """L5: of this space; l is held from here on where it is not too large."""
+        if self.last is not None and self.last[0] is space:
+            return self.last[2]
         h, bound, start = len(space.at), self.params.bound, 0
         donors = 0 if self.mine.donor is None else int(self.mine.donor.max(initial=-1)) + 1
         cells, who = np.zeros((3, h), np.int64), np.zeros((3, donors, h), bool)
-        largest = np.zeros(h)
+        largest, spread, held = np.zeros(h), np.zeros(h), []
         for log in self.logs(space):
-            z = (log - space.mean) / space.deviation
-            largest = np.maximum(largest, np.abs(z).max(axis=0, initial=0.0))
-            for k, inside in enumerate((z < -bound, np.abs(z) <= bound, z > bound)):
+            if self.rows.n * h <= BLOCK:
+                held.append(log)
+            z = log - space.mean
+            spread += np.einsum("ij,ij->j", z, z)
+            z /= space.deviation
+            largest = np.maximum(largest, np.maximum(z.max(axis=0, initial=0.0), -z.min(axis=0, initial=0.0)))
+            for k, inside in ((0, z < -bound), (2, z > bound)):
                 cells[k] += inside.sum(axis=0)
                 if self.mine.donor is not None:
                     np.logical_or.at(who[k], self.mine.donor[start : start + len(z)], inside)
+            if self.mine.donor is not None:
+                np.logical_or.at(who[1], self.mine.donor[start : start + len(z)], np.abs(z) <= bound)
             start += len(z)
+        cells[1] = start - cells[0] - cells[2]
 
         def enough(*parts: int) -> Bits:
             together = cells[list(parts)].sum(axis=0)
@@ -319,7 +343,9 @@ class Own:
         lower, upper = np.where(low & free, -bound, -np.inf), np.where(high & free, bound, np.inf)
         few = ~(low & free) | ~(high & free)
         zero = (few & (largest > REACH * bound)) | ~self.genes.open[space.at]
-        return lower, upper, zero
+        found = Limits(lower, upper, zero, spread)
+        self.last = (space, held or None, found)
+        return found
 
     def products(self, space: Chosen) -> Contribution:
         """L5: n, Σz, Σzzᵀ (upper triangle) as one vector.
@@ -328,17 +354,22 @@ class Own:
         and Σ u_g u_h. The last one rests on the cells that express both genes. Where these are some, but too few, it is
         replaced by its expectation for independent genes, Σu_g Σu_h / n.
         """
-        h, n = len(space.at), self.rows.n
-        lower, upper, zero = self.limits(space)
-        lower = np.where(zero, -self.params.bound, lower)
+        h, n, found = len(space.at), self.rows.n, self.limits(space)
+        zero, upper, lower = found.zero, found.upper, np.where(found.zero, -self.params.bound, found.lower)
         base = np.clip(-space.mean / space.deviation, lower, upper)  # z(0)
+        top = upper - base
         pairs = Pairs(h, self.mine.donor)
         total, square = np.zeros(h), np.zeros((h, h))
         for log in self.logs(space):
-            u = np.clip((np.where(zero, 0.0, log) - space.mean) / space.deviation, lower, upper) - base
+            u = log - space.mean
+            u /= space.deviation
+            np.maximum(u, lower, out=u)
+            np.minimum(u, upper, out=u)
+            u -= base
+            u[:, zero] = 0.0
             total += u.sum(axis=0)
             square += u.T @ u
-            pairs.add(u != 0, u + base >= upper)
+            pairs.add(u != 0, u >= top)
         triangle = np.triu_indices(h)
         groups = pairs.groups(self.rows, np.isfinite(upper))
         part = self.rows.summed(groups, square[triangle])
@@ -353,9 +384,7 @@ class Own:
         """L4: cells of one site spread no more around the pooled mean than all cells do."""
         if not self.params.scale:
             return
-        spread = np.zeros(len(space.at))
-        for log in self.logs(space):
-            spread += np.square(log - space.mean).sum(axis=0)
+        spread = self.limits(space).spread
         most = (space.cells - 1) * np.square(space.deviation)
         if np.any(spread > most * (1 + 1e-6) + 1e-6 + 1e-13 * space.cells * self.params.largest_log**2):  # rounding
             raise ProtocolAbort(NAME, "L4", "spread", "a pooled deviation is smaller than this site's cells allow")
@@ -374,8 +403,9 @@ class Pairs:
         rows = slice(self.seen, self.seen + len(expressed))
         self.seen = rows.stop
         self.both += _together(expressed)
-        if clipped.any():
-            self.clipped += _together(clipped)
+        at = np.flatnonzero(clipped.any(axis=0))
+        if len(at):
+            self.clipped[np.ix_(at, at)] += _together(clipped[:, at])
         if self.donor is None:
             return
         for who in np.unique(self.donor[rows]):
@@ -527,7 +557,7 @@ async def site(
     agreement = common_genes.Params(params.sites, S)
     agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))  # L1
     warn_of_share(params, mine, agreed.names)
-    own = Own.of(params, mine, agreed.names, least)
+    own = Own(params, mine, agreed.names, least)
     moments = own.sums()  # L2
 
     async def step(ch: Channel, sites: tuple[Party, ...]) -> Space:
