@@ -173,7 +173,7 @@ def digitise(values: F64, edges: F64, shares: F64) -> I64:
     Where several edges are equal, as on counts, a value that equals them belongs to all of their bins. It goes to the
     one that its share in [0, 1) points at, so that bins are filled evenly; scGPT's `binning` draws it in the same way.
     """
-    whole = values.astype(np.int32) if len(values) and 0 <= values.min() and values.max() < len(values) else None
+    whole = values.astype(np.int32) if len(values) and values.min() >= 0 and values.max() < len(values) else None
     if whole is not None and np.array_equal(whole, values):  # counts: one search for each number, not for each value
         first, equal = _bins_of(np.arange(int(whole.max()) + 1.0), edges)
         first, equal = first[whole], equal[whole]

@@ -371,13 +371,12 @@ class Own:
             square += u.T @ u
             pairs.add(u != 0, u >= top)
         triangle = np.triu_indices(h)
-        groups = pairs.groups(self.rows, np.isfinite(upper))
+        groups = pairs.groups(self.rows, np.isfinite(upper), triangle)
         part = self.rows.summed(groups, square[triangle])
-        expected = np.outer(total, total) / max(n, 1)
-        square[triangle] = np.where(groups.open | groups.empty, part.values, expected[triangle])
-        square = np.triu(square) + np.triu(square, 1).T
-        whole = n * np.outer(base, base) + np.outer(base, total) + np.outer(total, base) + square
-        sums = self.rows.whole(np.concatenate([[float(n)], total + n * base, whole[triangle]]))
+        g, k = triangle
+        products = np.where(groups.open | groups.empty, part.values, total[g] * total[k] / max(n, 1))
+        products += (n * base[g] + total[g]) * base[k] + base[g] * total[k]
+        sums = self.rows.whole(np.concatenate([[float(n)], total + n * base, products]))
         return replace_values(part, sums.values)
 
     def check_spread(self, space: Chosen) -> None:
@@ -412,26 +411,31 @@ class Pairs:
             there = _together(expressed[self.donor[rows] == who]) > 0
             self.found[int(who)] = there | self.found.get(int(who), np.zeros_like(there))
 
-    def groups(self, rows: Rows, limited: Bits) -> Groups:
+    def groups(self, rows: Rows, limited: Bits, triangle: tuple[I64, I64]) -> Groups:
         """Of the pairs of the upper triangle. Where both genes are clipped, every part of the cells must be large."""
-        triangle = np.triu_indices(len(self.both))
         donors = None
         if self.donor is not None:
             donors = np.stack([*self.found.values()]).sum(axis=0)[triangle]
         groups = rows.sized(self.both[triangle], donors)
-        own, n = np.diag(self.clipped), self.seen
-        parts = (self.clipped, own[:, None] - self.clipped, own[None] - self.clipped,
-                 n - own[:, None] - own[None] + self.clipped)  # fmt: skip
+        at = np.flatnonzero(np.diag(self.clipped))  # of other genes, the parts were judged when these were limited
+        if not len(at):
+            return groups
+        both, n = self.clipped[np.ix_(at, at)], self.seen
+        own = np.diag(both)
+        parts = (both, own[:, None] - both, own[None] - both, n - own[:, None] - own[None] + both)
         least = rows.thresholds.min_cells
-        few = np.any([(part > 0) & (part < least) for part in parts], axis=0) & np.logical_and.outer(limited, limited)
-        off = few & ~np.eye(len(few), dtype=bool)  # a gene with itself: its parts were judged when it was limited
+        few = np.any([(part > 0) & (part < least) for part in parts], axis=0)
+        few &= np.logical_and.outer(limited[at], limited[at])
+        np.fill_diagonal(few, val=False)  # a gene with itself: its parts were judged as well
+        off = np.zeros(self.both.shape, bool)
+        off[np.ix_(at, at)] = few
         return replace(groups, open=groups.open & ~off[triangle])
 
 
 def _together(marks: Bits) -> I64:
     """Rows that have both marks, for every two columns."""
     x = marks.astype(np.float32)  # exact up to 2^24 rows at a time
-    counts: I64 = np.rint(x.T @ x).astype(np.int64)
+    counts: I64 = (x.T @ x).astype(np.int64)
     return counts
 
 
