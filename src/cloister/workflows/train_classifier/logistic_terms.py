@@ -20,7 +20,6 @@ import numpy as np
 import scipy.sparse
 
 from cloister.arrays import F64, I64
-from cloister.cells import genes
 from cloister.disclosure import Rows as Group
 from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError, ProtocolAbort
@@ -199,7 +198,8 @@ def log_values(params: Params, mine: Labelled, common: tuple[str, ...]) -> Itera
             y.data = np.log1p(y.data)
             yield y
         return
-    columns, step = genes.match_genes(list(mine.names), list(common)), max(1, gene_moments.BLOCK // max(1, len(common)))
+    columns = gene_moments.columns_of(tuple(mine.names), tuple(common))
+    step = max(1, gene_moments.BLOCK // max(1, len(common)))
     for start in range(0, mine.x.shape[0], step):
         log = scipy.sparse.csr_matrix(mine.x[start : start + step], dtype=np.float64)[:, columns]
         if log.nnz and log.data.max() > shared_pca.LARGEST_LOG:

@@ -82,7 +82,7 @@ numbered here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,12 +102,12 @@ from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.sums import announced_counts, checked_sum, consistency_check
 from cloister.study import Party
+from cloister.workflows.common import gene_moments
 from cloister.workflows.train_classifier import logistic_terms
 from cloister.workflows.train_classifier.logistic_terms import (
     Fitted,
     Labelled,
     check_site,
-    chosen_values,
     log_values,
 )
 from cloister.workflows.train_classifier.openings import (
@@ -230,6 +230,7 @@ class Part:
         self.similar: SimilarGroups | None = None
         self.sums: F64 | None = None  # as added at L4
         self.squares: F64 | None = None  # likewise
+        self.held: list[Any] | None = None  # l of all rows, where these are not too many
         self.whole: Grouped | None = None  # as added at L5
         self.scale = np.ones(0)  # of each column at L5, so that it has no more than its squares
 
@@ -237,12 +238,32 @@ class Part:
     def classes(self) -> int:
         return len(self.start.labels)
 
+    def logs(self) -> Iterator[Any]:
+        """L3: l of the common genes of all rows, some at a time; held after the first pass if that is not too much."""
+        if self.held is not None:
+            yield from self.held
+            return
+        held, size = [], 0
+        for log in log_values(self.params.base, self.mine, self.start.common):
+            size += log.nnz
+            if size <= gene_moments.HELD:
+                held.append(log)
+            else:
+                held.clear()
+            yield log
+        self.held = held if size <= gene_moments.HELD else None
+
+    def columns(self, at: I64) -> Any:
+        """L3: of the rows that take part, some columns."""
+        if self.params.base.embedding:
+            return np.asarray(self.mine.x, np.float64)[self.keep][:, at]
+        parts = [log[:, at].astype(np.float32) for log in self.logs()]
+        return scipy.sparse.vstack(parts, format="csr")[np.flatnonzero(self.keep)]
+
     def blocks(self) -> Any:
         """L3: rows that take part, some at a time, with their positions among these."""
         base = self.params.base
-        parts = (
-            [np.asarray(self.mine.x, np.float64)] if base.embedding else log_values(base, self.mine, self.start.common)
-        )
+        parts = [np.asarray(self.mine.x, np.float64)] if base.embedding else self.logs()
         row = done = 0
         for part in parts:
             keep = self.keep[row : row + part.shape[0]]
@@ -264,9 +285,9 @@ class Part:
             sparse = scipy.sparse.csr_matrix(x)
             hot = one_hot(self.codes[at], K)
             sums += (hot.T @ sparse).toarray()
-            square = sparse.multiply(sparse).tocsr()
-            squares += np.asarray(square.sum(axis=0)).ravel()
-            largest = np.maximum(largest, square.max(axis=0).toarray().ravel())
+            square = scipy.sparse.csr_matrix((np.square(sparse.data), sparse.indices, sparse.indptr), sparse.shape)
+            squares += np.bincount(square.indices, square.data, minlength=columns)
+            np.maximum.at(largest, square.indices, square.data)
             if donor is not None:
                 by_donor += (one_hot(donor[at], len(by_donor)).T @ square).toarray()
         cells = np.where(largest > 0, squares / np.where(largest > 0, largest, 1.0), 0.0)  # effective numbers
@@ -293,7 +314,7 @@ class Part:
         mean = sums / n
         variance = np.where(self.shown, np.maximum(squares / n - mean**2, 0.0), 0.0)
         at = np.sort(np.argsort(-variance, kind="stable")[:LOCAL_GENES])
-        x = chosen_values(self.params.base, self.mine, self.start.common, at)[np.flatnonzero(self.keep)]
+        x = self.columns(at)
         scale = 1 / np.sqrt(variance[at] + discriminant.SPREAD)
         centre = mean[at] * scale
         directions = np.random.default_rng(0).normal(size=(len(at), min(DIRECTIONS, len(at))))  # not a secret
@@ -309,7 +330,8 @@ class Part:
         assert self.shown is not None
         assert self.similar is not None
         assert self.squares is not None
-        x = values_of(self, terms).multiply(self.shown[terms.at]).tocsr()
+        x = scipy.sparse.csr_matrix(self.columns(terms.at), dtype=np.float64)
+        x.data *= self.shown[terms.at][x.indices]
         codes = self.similar.codes
         sums = (one_hot(codes, len(self.similar)).T @ x).toarray()
         label = np.zeros(len(self.similar), np.int64)
@@ -429,12 +451,6 @@ def square(upper: F64, h: int) -> F64:
 
 def one_hot(codes: I64, k: int) -> Any:
     return scipy.sparse.csr_matrix((np.ones(len(codes)), codes, np.arange(len(codes) + 1)), shape=(len(codes), k))
-
-
-def values_of(part: Part, terms: Terms) -> Any:
-    """L5: the site's rows that take part, chosen columns."""
-    values = chosen_values(part.params.base, part.mine, part.start.common, terms.at)
-    return scipy.sparse.csr_matrix(values[np.flatnonzero(part.keep)], dtype=np.float64)
 
 
 def spread_of(params: Params) -> float:
