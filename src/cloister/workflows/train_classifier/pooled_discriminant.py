@@ -1,4 +1,4 @@
-"""Pooled discriminant: one linear classifier of all sites' labelled cells, from three fixed sums and no iteration.
+"""Pooled discriminant: one linear classifier of all sites' labelled cells, from a few sums over groups of cells.
 
     L1   u       drop labels with fewer than t own cells or d own donors, cells without a label, and of a donor with
                  more than half of a label's cells those that are too many; if fewer than `min_cells` cells remain, u
@@ -13,11 +13,13 @@
          u, S    H: the h genes whose label means differ most
     L5   u, S    checked sum of Σ_γ s_γ s_γᵀ / n_γ over H          s_γ: sum of l over the n_γ cells of group γ
          u, S    classifiers with every setting              (`models.discriminant`)
-    L6   u       the same from these sums less those of a part of u's groups, scored on these; and less all of u's
-                 groups, scored on all
+    L6   u, S    `steps` times: checked sum of Σ_γ s_γ (y_γ - p_γ)ᵀ and Σ_γ n_γ (y_γ - p_γ), with y_γ the label of γ and
+                 p_γ its probabilities by the classifier so far; a step of logistic regression from it
+    L7   u       classifiers with every setting, and after every step, from these sums less those of a part of u's
+                 groups, scored on these; and less all of u's groups, scored on all
          u, S    checked sum of right answers with every setting, and of right answers by their typicality
          u, S    the setting; the level of typicality below which a cell is `unknown`
-    L7   u, S    all sites received the same broadcasts     (same_view)
+    L8   u, S    all sites received the same broadcasts     (same_view)
 
 What is summed at L4 and L5 does not depend on any message but the choice of H: common genes decide which columns are
 added up, and no value of a column. No party chooses a point at which sums are opened. A site without labels adds zeros,
@@ -120,7 +122,7 @@ from cloister.workflows.train_classifier.openings import (
 )
 
 NAME = "pooled_discriminant"
-OPENINGS = 3
+OPENINGS = 3  # and one for every step
 UNIT = 4  # sums of squares and products of log values are multiples of 1 / UNIT
 LABEL_STEP = 4.0  # sums of log values over the cells of a label, or of a group, are multiples of this
 LOCAL_GENES = 1000  # of a site that vary most, by which its cells are similar
@@ -136,10 +138,27 @@ class Params:
     base: logistic_terms.Params  # cells, labels, genes; `held_out`: whether settings and level are chosen at L6
     settings: tuple[Setting, ...] = discriminant.SETTINGS  # in order of preference
     max_share: float = announced_counts.MAX_SHARE  # of all labelled cells that one site may claim
+    steps: int = 2  # of logistic regression, from the first setting; none without held-out cells
 
     def __post_init__(self) -> None:
-        if not self.settings:
-            raise ParameterError("expected at least one setting")
+        if not self.settings or self.steps < 0:
+            raise ParameterError("expected at least one setting, and 0 steps or more")
+
+    @property
+    def refined(self) -> int:
+        """Steps that are made."""
+        return self.steps if self.base.held_out else 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all classifiers that L7 compares."""
+        first = self.settings[0].name
+        steps = (f"{first}, {t} logistic step{'s' if t > 1 else ''}" for t in range(1, self.refined + 1))
+        return (*(s.name for s in self.settings), *steps)
+
+    @property
+    def openings(self) -> int:
+        return OPENINGS + self.refined if self.base.held_out else OPENINGS - 1
 
     @property
     def claims(self) -> announced_counts.Params:
@@ -156,8 +175,8 @@ class Params:
 
     @property
     def counts(self) -> int:
-        """Numbers opened at L6."""
-        return 2 + len(self.settings) + len(GRID)
+        """Numbers opened at L7."""
+        return 2 + len(self.names) + len(GRID)
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -179,16 +198,22 @@ def ideal(params: Params, xs: Mapping[Party, Labelled]) -> dict[Party, Fitted]:
         [part.second(terms).map(words_for(params)).values.astype(np.int64) for part in parts.values()], axis=0
     )
     total = statistics_of(params, terms, second)
-    counts = None
+    course, counts = Course.of(params, total), None
+    for _ in range(params.refined):
+        steps = [
+            part.residuals(terms, course).map(words_for(params)).values.astype(np.int64) for part in parts.values()
+        ]
+        course.take(np.sum(steps, axis=0))
     if base.held_out:
-        counts = np.sum([part.third(terms, total).values for part in parts.values()], axis=0)
-    return dict.fromkeys((base.coordinator, *xs), fitted(params, start, terms, total, counts))
+        counts = np.sum([part.third(terms, course).values for part in parts.values()], axis=0)
+    return dict.fromkeys((base.coordinator, *xs), fitted(params, start, terms, course, counts))
 
 
 def cost(params: Params, labels: int, columns: int, h: int, up: int = 0, down: int = 0) -> dict[Party, tuple[int, int]]:
     """Messages and bytes, for `columns` genes in common of which h are chosen."""
     base, hub = params.base, params.base.coordinator
-    lengths = [labels + (labels + 1) * columns, h * (h + 1) // 2, *([params.counts] if base.held_out else [])]
+    lengths = [labels + (labels + 1) * columns, h * (h + 1) // 2, *[(h + 1) * labels] * params.refined]
+    lengths += [params.counts] if base.held_out else []
     parts = [checked_sum.cost(checked_sum.Params(base.sites, hub, length)) for length in lengths]
     parts += [*start_cost(base, up, down), consistency_check.cost(view_of(base))]
     parts += [{hub: (len(base.sites), 0)} | dict.fromkeys(base.sites, (1, 0))]  # C1, C2
@@ -348,22 +373,34 @@ class Part:
         between[np.diag_indices(len(terms.at))] = squares
         return self.similar.contribution(between[np.triu_indices(len(terms.at))])
 
-    def third(self, terms: Terms, total: Statistics) -> Contribution:
-        """L6: cells scored, right answers with every setting; right answers in all, and those below each typicality."""
+    def residuals(self, terms: Terms, course: Course) -> Contribution:
+        """L6: R at the classifier so far."""
         assert self.similar is not None
         assert self.whole is not None
-        settings, spread = self.params.settings, spread_of(self.params)
+        residual = np.zeros((len(terms.at) + 1, len(terms.labels)))
+        if len(self.whole):
+            residual = self.whole.residuals(course.points[-1])
+        return self.similar.contribution(residual.ravel())
+
+    def third(self, terms: Terms, course: Course) -> Contribution:
+        """L7: cells scored, right answers with every setting; right answers in all, and those below each typicality."""
+        assert self.similar is not None
+        assert self.whole is not None
+        params, total, spread = self.params, course.total, spread_of(self.params)
         labels, counts = len(terms.labels), np.zeros(self.params.counts)
-        middle = 1 + len(settings)
+        middle = 1 + len(params.names)
         if self.folds and len(self.whole):
             held = self.whole.only(self.whole.fold(self.folds))
             rest = total.less(held.statistics(labels))
-            answer = score(rest, settings, held, spread=spread, aligned=False)
+            answer = score(rest, params.settings, held, course.without(held, rest), spread=spread, aligned=False)
             if answer is not None:
                 counts[:middle] += self.folds * np.array([answer.cells, *answer.right])
                 counts[middle:] += self.folds * np.array([answer.hits, *answer.below])
         if len(self.whole):
-            answer = score(total.less(self.added(terms)), settings, self.whole, spread=spread, aligned=True)
+            rest = total.less(self.added(terms))
+            answer = score(
+                rest, params.settings, self.whole, course.without(self.whole, rest), spread=spread, aligned=True
+            )
             if answer is not None:
                 counts[:middle] += [answer.cells, *answer.right]
         return self.similar.contribution(np.rint(counts).astype(np.int64))
@@ -431,6 +468,9 @@ class Grouped:
             turn[of] = np.arange(len(of))
         return np.flatnonzero(turn % folds == folds - 1)
 
+    def residuals(self, linear: Linear) -> F64:
+        return discriminant.residuals(linear, self.means, self.label, self.cells, self.within)
+
     def statistics(self, labels: int) -> Statistics:
         """Of the cells of these groups, as far as groups tell."""
         counts, sums = np.zeros(labels), np.zeros((labels, self.means.shape[1]))
@@ -468,7 +508,13 @@ class Answers:
 
 
 def score(
-    rest: Statistics, settings: Sequence[Setting], groups: Grouped, *, spread: float, aligned: bool
+    rest: Statistics,
+    settings: Sequence[Setting],
+    groups: Grouped,
+    steps: Sequence[tuple[Linear, F64]],
+    *,
+    spread: float,
+    aligned: bool,
 ) -> Answers | None:
     """Groups whose labels the other cells know, by classifiers of these others; None if they know fewer than two."""
     groups = groups.only(np.flatnonzero(rest.counts[groups.label] > 0))
@@ -495,7 +541,9 @@ def score(
         right: F64 = scipy.special.ndtr(margin).prod(axis=1)
         return right
 
-    right = np.array([cells @ right_of(solver.fit(setting)) for setting in settings])
+    linears = [solver.fit(setting) for setting in settings]
+    linears += [solver.step(point, residual, float(rest.counts.sum())) for point, residual in steps]
+    right = np.array([cells @ right_of(linear) for linear in linears])
     typical = solver.typicality()
     z, cov = scores_of(typical)
     hit = cells * right_of(typical) if not aligned else cells
@@ -505,6 +553,41 @@ def score(
 
 
 # ---- what follows from the sums --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Course:
+    """The classifier with the first setting, and after every logistic step (L6); the same at every party."""
+
+    params: Params
+    total: Statistics
+    solver: Solver
+    points: list[Linear]
+    residuals: list[F64]  # opened; the next point follows from each
+
+    @staticmethod
+    def of(params: Params, total: Statistics) -> Course:
+        solver = Solver(total, spread_of(params))
+        return Course(params, total, solver, [solver.fit(params.settings[0])], [])
+
+    def take(self, words: I64) -> None:
+        """L6: the next point."""
+        residual = words.astype(np.float64).reshape(len(self.total.gram) + 1, -1) / self.params.unit
+        n, diagonal = float(self.total.counts.sum()), np.diag(self.total.gram)
+        slack = len(self.params.base.sites) * (1 + len(self.total.counts)) / self.params.unit
+        most = np.append(np.sqrt(n * np.maximum(diagonal, 0.0)), n)[:, None]
+        if np.any(np.abs(residual) > most * 1.001 + slack) or np.any(np.abs(residual.sum(axis=1)) > slack):
+            raise ProtocolAbort(NAME, "L6", "absurd", "residuals are those of no cells")
+        self.points.append(self.solver.step(self.points[-1], residual, n))
+        self.residuals.append(residual)
+
+    def without(self, groups: Grouped, rest: Statistics) -> list[tuple[Linear, F64]]:
+        """L7: every step as it would be without these groups of a site."""
+        there = rest.counts > 0
+        steps = []
+        for point, residual in zip(self.points, self.residuals, strict=False):
+            steps.append((point, (residual - groups.residuals(point)) * there))
+        return steps
 
 
 @dataclass(frozen=True)
@@ -569,28 +652,29 @@ def statistics_of(params: Params, terms: Terms, words: I64) -> Statistics:
 
 
 def choose(params: Params, counts: I64 | None) -> tuple[int, float, tuple[tuple[str, float], ...]]:
-    """L6: which setting, the level of `unknown`, and the share of right answers with each setting."""
+    """L7: which setting, the level of `unknown`, and the share of right answers with each setting."""
     lowest = float(GRID[0])
     if counts is None or counts[0] == 0:
         return 0, lowest, ()
-    n = len(params.settings)
+    n = len(params.names)
     scored, right, typical, below = counts[0], counts[1 : 1 + n], counts[1 + n], counts[2 + n :]
     slack = len(params.base.sites)  # rounding
     if np.any(counts < 0) or np.any(right > scored + slack) or np.any(below > typical + slack):
-        raise ProtocolAbort(NAME, "L6", "absurd", "more right answers than cells")
+        raise ProtocolAbort(NAME, "L7", "absurd", "more right answers than cells")
     if np.any(np.diff(below) < 0):
-        raise ProtocolAbort(NAME, "L6", "absurd", "fewer right answers below a higher typicality")
+        raise ProtocolAbort(NAME, "L7", "absurd", "fewer right answers below a higher typicality")
     at = discriminant.choose_setting([float(r) for r in right], float(scored))
     few = np.flatnonzero(below <= params.base.unknown_share * typical)
     level = float(GRID[few[-1]]) if typical and len(few) else lowest
-    shares = tuple((s.name, min(1.0, float(r / scored))) for s, r in zip(params.settings, right, strict=True))
+    shares = tuple((name, min(1.0, float(r / scored))) for name, r in zip(params.names, right, strict=True))
     return at, level, shares
 
 
-def fitted(params: Params, start: Start, terms: Terms, total: Statistics, counts: I64 | None) -> Fitted:
+def fitted(params: Params, start: Start, terms: Terms, course: Course, counts: I64 | None) -> Fitted:
     chosen, level, shares = choose(params, counts)
-    setting, solver = params.settings[chosen], Solver(total, spread_of(params))
-    linear, typical = solver.fit(setting), solver.typicality()
+    step, solver = chosen - len(params.settings) + 1, course.solver
+    setting = params.settings[0 if step > 0 else chosen]
+    linear, typical = course.points[step] if step > 0 else solver.fit(setting), solver.typicality()
     if not all(np.all(np.isfinite(x)) for f in (linear, typical) for x in (f.coefficients, f.intercept)):
         raise ProtocolAbort(NAME, "L5", "absurd", "the sums of all sites give no classifier")
     means = terms.sums / terms.counts[:, None]
@@ -604,12 +688,12 @@ def fitted(params: Params, start: Start, terms: Terms, total: Statistics, counts
         penalty=setting.penalty,
         level=level,
         converged=True,
-        openings=OPENINGS if params.base.held_out else OPENINGS - 1,
+        openings=params.openings,
         cells={name: int(n) for name, n in zip(terms.labels, terms.counts, strict=True)},
         left_out=terms.left_out,
         path=(),
         centers=linear.scores(means),
-        setting=setting.name,
+        setting=params.names[chosen],
         scores=shares,
         typical=typical,
         typical_centers=typical.scores(means),
@@ -620,7 +704,7 @@ def fitted(params: Params, start: Start, terms: Terms, total: Statistics, counts
 
 
 async def follow(openings: Openings, params: Params, start: Start, part: Part | None) -> Fitted:
-    """L4 to L7: the same at every party, but that S adds nothing."""
+    """L4 to L8: the same at every party, but that S adds nothing."""
     words_of = words_for(params)
 
     async def add(line: str, what: str, length: int, contribution: Callable[[], Contribution]) -> I64:
@@ -648,16 +732,19 @@ async def follow(openings: Openings, params: Params, start: Start, part: Part | 
         h * (h + 1) // 2,
         lambda: part_here().second(terms).map(words_of),
     )
-    total = statistics_of(params, terms, second)
+    course = Course.of(params, statistics_of(params, terms, second))
+    for _ in range(params.refined):
+        what, length = f"residuals of {len(terms.labels)} labels in {h} columns", (h + 1) * len(terms.labels)
+        course.take(await add("L6", what, length, lambda: part_here().residuals(terms, course).map(words_of)))
     counts: I64 | None = None
     if params.base.held_out:
 
         def third() -> Contribution:
-            return part_here().third(terms, total).map(lambda x: x.astype(np.uint64))
+            return part_here().third(terms, course).map(lambda x: x.astype(np.uint64))
 
-        counts = await add("L6", f"right answers with {len(params.settings)} settings", params.counts, third)
-    model = fitted(params, start, terms, total, counts)
-    await openings.compare()  # L7
+        counts = await add("L7", f"right answers with {len(params.names)} settings", params.counts, third)
+    model = fitted(params, start, terms, course, counts)
+    await openings.compare()  # L8
     return model
 
 
@@ -684,11 +771,11 @@ async def site(ch: Channel, params: Params, mine: Labelled, *, entropy: Entropy,
     check_site(params.base, mine)
     mine = mine.open_labels(params.base.min_cells)  # L1
     start = await begin_site(ch, params.base, mine, entropy=entropy, identity=identity)  # L1, L2
-    openings = Openings(ch, NAME, params.base, OPENINGS, entropy, identity, start.seed)
+    openings = Openings(ch, NAME, params.base, params.openings, entropy, identity, start.seed)
     return await follow(openings, params, start, Part(params, start, mine))
 
 
 async def coordinator(ch: Channel, params: Params) -> Fitted:
     """Be S: add up, and follow."""
     start = await begin_coordinator(ch, params.base)  # L1, L2
-    return await follow(Openings(ch, NAME, params.base, OPENINGS), params, start, None)
+    return await follow(Openings(ch, NAME, params.base, params.openings), params, start, None)
