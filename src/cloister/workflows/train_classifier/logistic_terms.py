@@ -156,6 +156,9 @@ class Fitted:
     scores: tuple[tuple[str, float], ...] = ()  # share of right answers with every setting
     typical: Linear | None = None  # coefficients of typicality; `level` is then a typicality
     typical_centers: F64 | None = None  # (K, K): mean typicality of each label's cells
+    own: Linear | None = None  # for cells of the sites that had labels, where it is better there
+    own_centers: F64 | None = None  # (K, K): mean score of each label's cells by it
+    own_setting: str = ""
 
 
 def check_site(params: Params, mine: Labelled) -> None:

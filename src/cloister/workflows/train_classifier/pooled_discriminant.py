@@ -18,7 +18,8 @@
     L7   u       classifiers with every setting, and after every step, from these sums less those of a part of u's
                  groups, scored on these; and less all of u's groups, scored on all
          u, S    checked sum of right answers with every setting, and of right answers by their typicality
-         u, S    the setting; the level of typicality below which a cell is `unknown`
+         u, S    the setting, of the model; the step, with which sites that have labels label their other cells; the
+                 level of typicality below which a cell is `unknown`
     L8   u, S    all sites received the same broadcasts     (same_view)
 
 What is summed at L4 and L5 does not depend on any message but the choice of H: common genes decide which columns are
@@ -176,7 +177,7 @@ class Params:
     @property
     def counts(self) -> int:
         """Numbers opened at L7."""
-        return 2 + len(self.names) + len(GRID)
+        return 3 + len(self.settings) + len(GRID) + len(self.names)
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -383,24 +384,27 @@ class Part:
         return self.similar.contribution(residual.ravel())
 
     def third(self, terms: Terms, course: Course) -> Contribution:
-        """L7: cells scored, right answers with every setting; right answers in all, and those below each typicality."""
+        """L7: cells scored, right answers with every setting; right answers in all, and those below each typicality.
+
+        Then the same of held-out groups alone, with every setting and after every step: steps fit a site's own cells.
+        """
         assert self.similar is not None
         assert self.whole is not None
         params, total, spread = self.params, course.total, spread_of(self.params)
         labels, counts = len(terms.labels), np.zeros(self.params.counts)
-        middle = 1 + len(params.names)
+        middle = 1 + len(params.settings)
+        end = middle + 1 + len(GRID)
         if self.folds and len(self.whole):
             held = self.whole.only(self.whole.fold(self.folds))
             rest = total.less(held.statistics(labels))
             answer = score(rest, params.settings, held, course.without(held, rest), spread=spread, aligned=False)
             if answer is not None:
-                counts[:middle] += self.folds * np.array([answer.cells, *answer.right])
-                counts[middle:] += self.folds * np.array([answer.hits, *answer.below])
+                counts[:middle] += self.folds * np.array([answer.cells, *answer.right[: middle - 1]])
+                counts[middle:end] += self.folds * np.array([answer.hits, *answer.below])
+                counts[end:] += self.folds * np.array([answer.cells, *answer.right])
         if len(self.whole):
             rest = total.less(self.added(terms))
-            answer = score(
-                rest, params.settings, self.whole, course.without(self.whole, rest), spread=spread, aligned=True
-            )
+            answer = score(rest, params.settings, self.whole, [], spread=spread, aligned=True)
             if answer is not None:
                 counts[:middle] += [answer.cells, *answer.right]
         return self.similar.contribution(np.rint(counts).astype(np.int64))
@@ -651,31 +655,49 @@ def statistics_of(params: Params, terms: Terms, words: I64) -> Statistics:
     return Statistics(terms.counts, terms.sums, gram)
 
 
-def choose(params: Params, counts: I64 | None) -> tuple[int, float, tuple[tuple[str, float], ...]]:
-    """L7: which setting, the level of `unknown`, and the share of right answers with each setting."""
+@dataclass(frozen=True)
+class Choice:
+    """L7: what follows from right answers."""
+
+    setting: int = 0
+    step: int = 0  # of the sites that have labels; 0: the setting, there too
+    level: float = float(GRID[0])  # of `unknown`
+    shares: tuple[tuple[str, float], ...] = ()  # of right answers with each setting, and of held-out ones after a step
+
+
+def choose(params: Params, counts: I64 | None) -> Choice:
+    """L7: which setting, which step, and the level of `unknown`."""
     lowest = float(GRID[0])
     if counts is None or counts[0] == 0:
-        return 0, lowest, ()
-    n = len(params.names)
-    scored, right, typical, below = counts[0], counts[1 : 1 + n], counts[1 + n], counts[2 + n :]
+        return Choice()
+    n = len(params.settings)
+    scored, right, typical, below = counts[0], counts[1 : 1 + n], counts[1 + n], counts[2 + n : 2 + n + len(GRID)]
+    held, own = counts[2 + n + len(GRID)], counts[3 + n + len(GRID) :]
     slack = len(params.base.sites)  # rounding
-    if np.any(counts < 0) or np.any(right > scored + slack) or np.any(below > typical + slack):
+    if (
+        np.any(counts < 0)
+        or np.any(right > scored + slack)
+        or np.any(below > typical + slack)
+        or np.any(own > held + slack)
+    ):
         raise ProtocolAbort(NAME, "L7", "absurd", "more right answers than cells")
     if np.any(np.diff(below) < 0):
         raise ProtocolAbort(NAME, "L7", "absurd", "fewer right answers below a higher typicality")
     at = discriminant.choose_setting([float(r) for r in right], float(scored))
     few = np.flatnonzero(below <= params.base.unknown_share * typical)
     level = float(GRID[few[-1]]) if typical and len(few) else lowest
-    shares = tuple((name, min(1.0, float(r / scored))) for name, r in zip(params.names, right, strict=True))
-    return at, level, shares
+    step = max(0, discriminant.choose_setting([float(r) for r in own], float(held)) - n + 1) if held else 0
+    shares = [min(1.0, float(r / scored)) for r in right] + [min(1.0, float(r / max(held, 1))) for r in own[n:]]
+    return Choice(at, step, level, tuple(zip(params.names, shares, strict=True)))
 
 
 def fitted(params: Params, start: Start, terms: Terms, course: Course, counts: I64 | None) -> Fitted:
-    chosen, level, shares = choose(params, counts)
-    step, solver = chosen - len(params.settings) + 1, course.solver
-    setting = params.settings[0 if step > 0 else chosen]
-    linear, typical = course.points[step] if step > 0 else solver.fit(setting), solver.typicality()
-    if not all(np.all(np.isfinite(x)) for f in (linear, typical) for x in (f.coefficients, f.intercept)):
+    choice, solver = choose(params, counts), course.solver
+    setting = params.settings[choice.setting]
+    linear, typical = solver.fit(setting), solver.typicality()
+    own = course.points[choice.step] if choice.step else None
+    every = [linear, typical, *course.points]
+    if not all(np.all(np.isfinite(x)) for f in every for x in (f.coefficients, f.intercept)):
         raise ProtocolAbort(NAME, "L5", "absurd", "the sums of all sites give no classifier")
     means = terms.sums / terms.counts[:, None]
     return Fitted(
@@ -686,15 +708,18 @@ def fitted(params: Params, start: Start, terms: Terms, course: Course, counts: I
         intercept=linear.intercept,
         mean=solver.mean,
         penalty=setting.penalty,
-        level=level,
+        level=choice.level,
         converged=True,
         openings=params.openings,
         cells={name: int(n) for name, n in zip(terms.labels, terms.counts, strict=True)},
         left_out=terms.left_out,
         path=(),
         centers=linear.scores(means),
-        setting=params.names[chosen],
-        scores=shares,
+        setting=setting.name,
+        scores=choice.shares,
+        own=own,
+        own_centers=None if own is None else own.scores(means),
+        own_setting="" if own is None else params.names[len(params.settings) + choice.step - 1],
         typical=typical,
         typical_centers=typical.scores(means),
     )

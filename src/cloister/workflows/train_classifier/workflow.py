@@ -173,6 +173,9 @@ def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     bare = all(name is None for name in mine.labels)
     aligned = options.adapt and bare and fitted.centers is not None
     x, model = classifier.inputs(adata, layer=options.layer, library_key=options.library_key), classifier.model
+    if fitted.own is not None and not bare:
+        own = fitted.own
+        model = replace(model, coefficients=own.coefficients, intercept=own.intercept, centers=fitted.own_centers)
     if options.adapt and not bare and model.typical is not None:
         model = model.moved_to(x, mine.codes(model.labels))  # by this site's own labels; stays here
     p = model.probabilities(x, adapt=aligned)
@@ -450,6 +453,7 @@ def summary(fitted: Fitted, options: Options) -> dict[str, Any]:
         "genes": len(fitted.genes),
         "solver": "logistic" if options.iterative else "statistics",
         "setting": fitted.setting,
+        "own_setting": fitted.own_setting,
         "settings": dict(fitted.scores),
         "penalty": fitted.penalty,
         **scores,
