@@ -23,8 +23,8 @@
     L8   u, S    all sites received the same broadcasts     (same_view)
 
 What is summed at L4 and L5 does not depend on any message but the choice of H: common genes decide which columns are
-added up, and no value of a column. No party chooses a point at which sums are opened. A site without labels adds zeros,
-and has the model in the end.
+added up, and no value of a column. Parties can shift the points of L6 and L7, where only whole groups are summed. A
+site without labels adds zeros, and has the model in the end.
 
 Scatter within groups is lost at L5, but for the squares of L4: the diagonal of the second moments is that of the cells.
 So the covariance is that between groups plus a diagonal, as in factor analysis.
@@ -32,9 +32,9 @@ So the covariance is that between groups plus a diagonal, as in factor analysis.
 A site's part of a sum is limited as follows. t and d are `min_label_cells` and `min_donors`, or more where the site's
 own settings say so.
 
-- Groups are formed once, before the first sum, from the site's own cells. L5 and L6 are functions of labels, sizes and
+- Groups are formed once, before the first sum, from the site's own cells. L5 to L7 are functions of labels, sizes and
   rounded sums of whole groups, and of the squares of L4. Whatever others send, and whatever they solve for, no opened
-  value of L5 and L6 changes unless one of these does.
+  value of L5 to L7 changes unless one of these does.
 - L4, n_k and Σ_k l: over at least t cells of d donors of label k at this site. A gene whose effective number of cells,
   Σ l² / max l², is below t at the site, that fewer than d donors express, or of which one donor has more than nine
   tenths of Σ l², counts as zero in all of its cells, at L5 and L6 too. Sums of labels are multiples of 4, which is more
@@ -46,36 +46,37 @@ own settings say so.
   scaled down to these.
 - Embeddings: the t - 1 cells farthest from the site's median are moved towards it, to the distance of the t-th.
   Otherwise a cell far from all others is the first eigenvector of the second moments.
-- L6: cells are not scored. A group counts as n_γ cells, normally distributed around its mean with the site's variance
-  within groups: as right answers, n_γ times the probability that the score of its label exceeds each
-  other one.
+- L6, L7: cells are not read, at whatever classifier. A group counts as n_γ cells, normally distributed around its mean
+  with the site's variance within groups: as right answers, n_γ times the probability that the score of its label
+  exceeds each other one.
 
 Reveals
 -------
 coordinator, site : which genes each site measured (coordinator); label names per site (coordinator, unless the study
     lists them) of labels above the thresholds; the number of labelled cells of each site within 1/64 (coordinator).
     Over all sites together: labelled cells and mean expression of each label, second moments of h genes over groups of
-    cells, and expected right answers per setting and by typicality; the model. A label that one site alone has: that
-    site's number of cells and mean expression of it. With two sites: the other's sums. Whoever has a cell's whole
-    profile can tell from a site's sums whether the cell is in them. A sum of a small label shows genes that any of its
-    cells expresses; of a site whose file has few counts per cell, such as a panel, also in how many cells.
+    cells, residuals of groups at two classifiers, and expected right answers per setting and by typicality; the model.
+    A label that one site alone has: that site's number of cells and mean expression of it. With two sites: the other's
+    sums. Whoever has a cell's whole profile can tell from a site's sums whether the cell is in them. A sum of a small
+    label shows genes that any of its cells expresses; of a site whose file has few counts per cell, such as a panel,
+    also in how many cells.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
-one malicious site : the same sums over the other sites, for genes of its choice. It can claim label means that make
-    any h genes the chosen ones, and with its part shift the classifiers that the other sites score at L6. It learns
-    sums of functions of their groups, at most `SETTINGS` and `GRID` of them in a run, and may so find sizes and rounded
-    means of single groups. It can make the model wrong.
+one malicious site : the same sums over the other sites, for genes of its choice. It can claim label means that make any
+    h genes the chosen ones, and with its part shift the classifiers that the other sites use at L6 and L7. It learns
+    sums of functions of their groups, in a run those of L6 and one for every setting and of `GRID`, and may so find
+    sizes and rounded means of single groups. It can make the model wrong.
 coordinator with k sites : these sums over the other sites, so with all but one those of the last site.
 
 Assumes
 -------
 What the checked sum assumes: every site stays to the end. Labels mean the same at all sites. Inputs are not verified:
-a site may submit arbitrary sums. Sums that no cells can give abort the run (L4, L5, L6); these checks are the same at
+a site may submit arbitrary sums. Sums that no cells can give abort the run (L4 to L7); these checks are the same at
 all parties and use opened values only.
 
 Cost
 ----
-Per site two small messages (C1, C2), one signature and three checked sums: of K + (K + 1) g words for K labels and g
-common genes, of h (h + 1) / 2 words, and of some sixty words.
+Per site two small messages (C1, C2), one signature and checked sums: of K + (K + 1) g words for K labels and g common
+genes, of h (h + 1) / 2 words, two of K (h + 1) words, and one of some seventy words.
 
 References
 ----------
@@ -239,7 +240,7 @@ def words_for(params: Params) -> Callable[[Any], U64]:
 
 
 class Part:
-    """What one site adds to the three sums."""
+    """What one site adds to the sums."""
 
     def __init__(self, params: Params, start: Start, mine: Labelled) -> None:
         self.params, self.start, self.mine = params, start, mine

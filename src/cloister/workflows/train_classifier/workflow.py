@@ -42,8 +42,8 @@ class Options:
     use_rep: str | None = option(None, "key of obsm with the inputs; genes by default")
     solver: Literal["statistics", "logistic"] = option(
         "statistics",
-        "method: discriminants and ridge regression from three fixed sums; or iterative logistic regression, which "
-        "needs dp_noise or every site's consent",
+        "method: discriminants and ridge regression from sums over groups of cells; or iterative logistic regression, "
+        "which needs dp_noise or every site's consent",
     )
     n_top_genes: int = option(400, "number of genes of the model, those whose label means differ most")
     layer: str | None = option(None, "layer with the values; X by default")
@@ -125,7 +125,7 @@ class Options:
 def train_classifier(adata: AnnData, session: Session | RemoteSession, *, copy: bool = False) -> Any:
     """Train a linear classifier together with the other sites, and label all cells here with it.
 
-    The model follows from three sums over all sites: cells and mean expression of each label, second moments of the
+    The model follows from sums over all sites: cells and mean expression of each label, second moments of the
     chosen genes, and right answers on held-out cells. Counts are normalised and logged as in `shared_pca`.
 
     Parameters
