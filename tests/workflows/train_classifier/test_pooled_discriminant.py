@@ -834,9 +834,11 @@ def test_the_level_lets_a_fraction_of_right_answers_fall_below():
     assert (choice.setting, choice.level) == (0, GRID[39])
     assert choice.shares[0] == (SETTINGS[0].name, 0.9)
     assert choice.shares[-1] == (f"{SETTINGS[0].name}, 2 logistic steps", 0.96)
-    assert choice.step == 2  # more than a standard error above all others
+    assert choice.own == n + 1  # two steps: more than a standard error above all others
     counts[-1] = 452
-    assert pooled_discriminant.choose(params, counts).step == 0
+    assert pooled_discriminant.choose(params, counts).own == 0
+    counts[: 1 + n] = 0  # one site has all the labels
+    assert pooled_discriminant.choose(params, counts).shares[0] == (SETTINGS[0].name, 0.9)
     assert pooled_discriminant.choose(params, counts * 0) == pooled_discriminant.Choice(0, 0, GRID[0], ())
 
 

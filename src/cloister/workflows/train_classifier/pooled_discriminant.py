@@ -385,9 +385,10 @@ class Part:
         return self.similar.contribution(residual.ravel())
 
     def third(self, terms: Terms, course: Course) -> Contribution:
-        """L7: cells scored, right answers with every setting; right answers in all, and those below each typicality.
+        """L7: cells scored and right answers with every setting, without what this site added: as for a new site.
 
-        Then the same of held-out groups alone, with every setting and after every step: steps fit a site's own cells.
+        Then of held-out groups: right answers in all, and those below each typicality; cells scored, and right answers
+        with every setting and after every step.
         """
         assert self.similar is not None
         assert self.whole is not None
@@ -400,7 +401,6 @@ class Part:
             rest = total.less(held.statistics(labels))
             answer = score(rest, params.settings, held, course.without(held, rest), spread=spread, aligned=False)
             if answer is not None:
-                counts[:middle] += self.folds * np.array([answer.cells, *answer.right[: middle - 1]])
                 counts[middle:end] += self.folds * np.array([answer.hits, *answer.below])
                 counts[end:] += self.folds * np.array([answer.cells, *answer.right])
         if len(self.whole):
@@ -660,20 +660,24 @@ def statistics_of(params: Params, terms: Terms, words: I64) -> Statistics:
 class Choice:
     """L7: what follows from right answers."""
 
-    setting: int = 0
-    step: int = 0  # of the sites that have labels; 0: the setting, there too
+    setting: int = 0  # of the model, by sites that were left out in turn
+    own: int = 0  # setting or step for other cells of sites that have labels, by held-out groups
     level: float = float(GRID[0])  # of `unknown`
-    shares: tuple[tuple[str, float], ...] = ()  # of right answers with each setting, and of held-out ones after a step
+    shares: tuple[tuple[str, float], ...] = ()  # of right answers with each setting, and of held-out ones after steps
 
 
 def choose(params: Params, counts: I64 | None) -> Choice:
     """L7: which setting, which step, and the level of `unknown`."""
     lowest = float(GRID[0])
-    if counts is None or counts[0] == 0:
+    if counts is None:
         return Choice()
     n = len(params.settings)
     scored, right, typical, below = counts[0], counts[1 : 1 + n], counts[1 + n], counts[2 + n : 2 + n + len(GRID)]
     held, own = counts[2 + n + len(GRID)], counts[3 + n + len(GRID) :]
+    if scored == 0:  # one site has all the labels
+        scored, right = held, own[:n]
+    if scored == 0:
+        return Choice()
     slack = len(params.base.sites)  # rounding
     if (
         np.any(counts < 0)
@@ -687,16 +691,17 @@ def choose(params: Params, counts: I64 | None) -> Choice:
     at = discriminant.choose_setting([float(r) for r in right], float(scored))
     few = np.flatnonzero(below <= params.base.unknown_share * typical)
     level = float(GRID[few[-1]]) if typical and len(few) else lowest
-    step = max(0, discriminant.choose_setting([float(r) for r in own], float(held)) - n + 1) if held else 0
+    here = discriminant.choose_setting([float(r) for r in own], float(held)) if held else at
     shares = [min(1.0, float(r / scored)) for r in right] + [min(1.0, float(r / max(held, 1))) for r in own[n:]]
-    return Choice(at, step, level, tuple(zip(params.names, shares, strict=True)))
+    return Choice(at, here, level, tuple(zip(params.names, shares, strict=True)))
 
 
 def fitted(params: Params, start: Start, terms: Terms, course: Course, counts: I64 | None) -> Fitted:
     choice, solver = choose(params, counts), course.solver
     setting = params.settings[choice.setting]
     linear, typical = solver.fit(setting), solver.typicality()
-    own = course.points[choice.step] if choice.step else None
+    step = choice.own - len(params.settings) + 1
+    own = course.points[step] if step > 0 else solver.fit(params.settings[choice.own])
     every = [linear, typical, *course.points]
     if not all(np.all(np.isfinite(x)) for f in every for x in (f.coefficients, f.intercept)):
         raise ProtocolAbort(NAME, "L5", "absurd", "the sums of all sites give no classifier")
@@ -719,8 +724,8 @@ def fitted(params: Params, start: Start, terms: Terms, course: Course, counts: I
         setting=setting.name,
         scores=choice.shares,
         own=own,
-        own_centers=None if own is None else own.scores(means),
-        own_setting="" if own is None else params.names[len(params.settings) + choice.step - 1],
+        own_centers=own.scores(means),
+        own_setting=params.names[choice.own],
         typical=typical,
         typical_centers=typical.scores(means),
     )
