@@ -24,6 +24,7 @@ from cloister.cells.files import read_cells, write_cells
 from cloister.cells.progress import told_to
 from cloister.deploy.approval.own_cells import check_approved_cells, open_cells
 from cloister.deploy.control_socket import run_study
+from cloister.deploy.course import is_paid
 from cloister.deploy.kit import DATA, Kit
 from cloister.deploy.logs import last_event
 from cloister.deploy.party import Ended
@@ -72,7 +73,8 @@ def attend(
             raise UsageError(f"{kit.me} is an {kit.role} server; it brings no data")
         policy = replace(policy, data=Path(data).absolute())
     kit.check_approved(policy)
-    kit.check_limits(policy)
+    if not is_paid(kit):
+        kit.check_limits(policy)
     pipeline.check_steps(kit.study)
     if kit.role == "site":
         with told_to(passes_of(kit.me, on_event)):

@@ -3,8 +3,8 @@
 The carriers pass what one site sends to another through the coordinator's machine. So every pair of parties agrees on a
 key of its own for each run, signed with the identities in `study.toml`, and the relay only sees sizes and times:
 
-    G1  u → v   pk_u, sign_u(run, u, pk_u)               pk_u fresh for this run
-    G2  v → u   pk_v, sign_v(run, v, pk_v)               the answer to G1
+    G1  u → v   pk_u, s_u, sign_u(run, u, pk_u, s_u)     pk_u fresh for this run; s_u is u's statement about earlier ones
+    G2  v → u   pk_v, s_v, sign_v(run, v, pk_v, s_v)     the answer to G1
     G3  both    k_uv = KA(sk_u, pk_v; run)
     G4  u → v   i, seal(k_uv, batch_i; aad = (u, v, i))  i = 0, 1, 2, ...; answered, at most `WINDOW` on their way
 
@@ -75,6 +75,7 @@ class _Peer:
 
     key: bytes | None = None
     public: bytes = b""
+    statement: bytes = b""
     ready: threading.Event = field(default_factory=threading.Event)
     lost: bool = False
     # outgoing
@@ -99,6 +100,8 @@ class SealedLink:
     ask
         Carries a request to a party and brings its answer. The party's transport hands the request to `answer`,
         with the sender that it believes in; a wrong belief is found out here.
+    statement
+        What this party tells every other one with its greeting (`cloister.deploy.course`); `statements` are theirs.
     """
 
     def __init__(
@@ -110,12 +113,14 @@ class SealedLink:
         mailbox: Mailbox | Mailboxes,
         ask: Ask,
         entropy: Entropy,
+        statement: bytes = b"",
     ) -> None:
         if missing := [p for p in study.parties if p not in study.keys]:
             raise ParameterError(f"study.toml: [keys] has none for {', '.join(missing)}; run: cloister provision")
         self._study, self._me, self._run, self._mailbox, self._ask = study, me, run.encode(), mailbox, ask
         self._entropy, self._keys = entropy, key_pair(entropy)
-        self._greeting = self._keys.public + identity.sign("greeting", self._said(me, self._keys.public))
+        said = identity.sign("greeting", self._said(me, self._keys.public, statement))
+        self._greeting = self._keys.public + said + statement
         self._peers = {p: _Peer() for p in study.parties if p != me}
         self._reply = min(5.0, study.timeout / 4)  # seconds to wait for one answer
         self.away = min(10.0, study.timeout / 4)  # seconds without a connection that are forgiven
@@ -172,6 +177,11 @@ class SealedLink:
     def lost(self, party: Party) -> bool:
         return self._peers[party].lost
 
+    @property
+    def statements(self) -> dict[Party, bytes]:
+        """What those who have greeted told of earlier runs."""
+        return {p: peer.statement for p, peer in self._peers.items() if peer.key is not None}
+
     # -- incoming --------------------------------------------------------------------------------------------------
 
     def answer(self, sender: Party, request: bytes) -> bytes:
@@ -192,15 +202,15 @@ class SealedLink:
         return REFUSED
 
     def _learn(self, sender: Party, greeting: bytes) -> bytes:
-        public, signature = greeting[:32], greeting[32:]
-        check_signature(self._study.keys[sender], "greeting", self._said(sender, public), signature)
+        public, signature, statement = greeting[:32], greeting[32:96], greeting[96:]
+        check_signature(self._study.keys[sender], "greeting", self._said(sender, public, statement), signature)
         peer = self._peers[sender]
         with peer.lock:
             if peer.key is None:
                 pair = sorted((self._me, sender))
                 peer.key = agree(self._keys, public, bind("link", self._run, *(p.encode() for p in pair)))  # G3
-                peer.public = public
-            elif peer.public != public:
+                peer.public, peer.statement = public, statement
+            elif (peer.public, peer.statement) != (public, statement):
                 raise ProtocolAbort("link", "G1", "replay", f"'{sender}' greets twice with different keys")
         peer.ready.set()
         return peer.key
@@ -356,8 +366,8 @@ class SealedLink:
             with peer.turn:
                 peer.turn.notify()
 
-    def _said(self, who: Party, public: bytes) -> bytes:
-        return bind("greeting", self._run, who.encode(), public)
+    def _said(self, who: Party, public: bytes, statement: bytes) -> bytes:
+        return bind("greeting", self._run, who.encode(), public, statement)
 
     def _aad(self, sender: Party, to: Party, i: int) -> bytes:
         return bind("batch", self._run, sender.encode(), to.encode(), i.to_bytes(8, "big"))

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from cloister.deploy.approval.approval import Refusal
-from cloister.deploy.approval.recovery import recover
+from cloister.deploy.approval.recovery import note_begun, recover
+from cloister.deploy.course import is_paid
 from cloister.deploy.invitation import COME, Invitation, Seen, say_word
 from cloister.deploy.kit import Kit
 from cloister.deploy.launch import find_addresses, open_carrier
@@ -299,13 +300,14 @@ class Service:
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
-    def begin(self, run: bytes) -> Running:
-        """Start a run's process."""
+    def begin(self, run: bytes, *, anew: bool = False) -> Running:
+        """Start a run's process; `anew` if it is to begin with the study's first step."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "cloister.deploy.run", str(self.kit.path), run.hex()]
+        command = [sys.executable, "-m", "cloister.deploy.run", str(self.kit.path), run.hex(), str(theirs.fileno())]
         with theirs:
+            note_begun(self.kit, run.hex())
             process = subprocess.Popen(
-                [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+                [*command, *(["anew"] if anew else [])], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )
         running = Running(run, process, Pipe(ours))
         with self._lock:
@@ -398,7 +400,8 @@ class Service:
                 )
             policy = kit.policy()
             kit.check_approved(policy)
-            kit.check_limits(policy)
+            if not is_paid(kit):
+                kit.check_limits(policy)
             if len(self.runs) >= RUNS_AT_ONCE:
                 raise Refusal(f"{len(self.runs)} runs are going on at '{kit.me}'")
             if self.ending.is_set():
