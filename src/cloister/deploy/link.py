@@ -43,6 +43,7 @@ TAKEN, REFUSED = b"+", b"-"
 HEADER = 5  # bytes before each piece: kind, length
 WINDOW = 8  # batches on their way to one party
 LEAST, MOST = 1 << 16, 1 << 19  # bytes of a batch; it grows while the line is fast
+AWAY = 2 / 3  # of the study's timeout: 40 s by default, so that a line may be down for half a minute
 JOIN = 120.0  # seconds that a party waits for the others' processes to come up
 PULSE = 256  # a pulse is shorter than this
 
@@ -123,7 +124,7 @@ class SealedLink:
         self._greeting = self._keys.public + said + statement
         self._peers = {p: _Peer() for p in study.parties if p != me}
         self._reply = min(5.0, study.timeout / 4)  # seconds to wait for one answer
-        self.away = min(10.0, study.timeout / 4)  # seconds without a connection that are forgiven
+        self.away = study.timeout * AWAY  # seconds without a connection that are forgiven
         self._closing, self._end = False, float("inf")
         self._pumps = [threading.Thread(target=self._pump, args=(p,), name=f"to-{p}", daemon=True) for p in self._peers]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -64,6 +65,7 @@ from cloister.study import Party
 PING, INVITE = b"P", b"I"  # what services ask each other
 HERE = b"+"
 RUNS_AT_ONCE = 4
+ONCE = "CLOISTER_ONCE"  # in the environment of a service that ends with its first run
 REMEMBERED = 64  # runs that ended here, of which others are told so
 REFUSALS = 20  # runs that did not begin, whose outcome is kept
 LINES = 100  # lines of a carrier that are logged in a minute
@@ -109,6 +111,13 @@ class Service:
         self._doors = ThreadPoolExecutor(2, "door")  # invitations are looked at here, a few at a time
         self._at_door = threading.BoundedSemaphore(8)
         self._lines = (0.0, 0)
+        self.cancelled = 0  # how often its owner cancelled what is going on
+        self.once = bool(os.environ.get(ONCE))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this was started for one run, and that has ended."""
+        return self.once and (bool(self.cancelled) or (bool(self._ended) and not self.runs))
 
     def start(self) -> None:
         threading.Thread(target=self._keep_carrier, name="carrier", daemon=True).start()
@@ -155,6 +164,12 @@ class Service:
         """End every run here at once, as its owner wants; returns how many there were."""
         log.warning("halted: every run here is stopped")
         return self._end_runs(HALT)
+
+    def cancel(self) -> int:
+        """End every run here, and orders that wait for parties; returns how many runs there were."""
+        log.warning("cancelled: every run here is stopped")
+        self.cancelled += 1
+        return self._end_runs(b"the run was cancelled")
 
     def _end_runs(self, why: bytes) -> int:
         """Have the processes of runs tell the others and end; then make sure."""
