@@ -205,7 +205,7 @@ def test_a_claimed_loss_repeats_a_step_at_the_price_of_an_answer_and_only_as_oft
     thread.join()
     federation.start("hub")
     for site in SITES:
-        assert counts(federation, site)["study"] == spent[site]["study"] + 1
+        assert counts(federation, site)["study"] == spent[site]["study"] + 1  # steps 1 and 2 were answered twice
         assert counts(federation, site)["bin-values"] == spent[site]["bin-values"] + 1
         assert len({h for h, status in heads(federation, site, "fine") if status == "done"}) == 2
     file = federation.kits["vienna"] / "local" / "site.toml"

@@ -1,24 +1,25 @@
 """Course: the way of a study through its steps, over as many runs as that takes.
 
-    local/course.json     by the study's digest: the course's id, the steps that are finished here and where their results
+    local/course.json     by the study's digest: the course's id, which steps are finished here and where their results
                           are, what is paid for, and which attempt is under way
 
 A run that broke off is continued by the next one, at the first step that not every party has finished:
 
-    R1  u ⇒ all   course, (run, welcome) of every step that u finished, which steps u answered; signed with the greeting
-    R2  all       k = the longest prefix of finished steps that all parties tell alike
-    R3  all       discard what they have of step k + 1, and begin it with new session ids, keys and randomness
+    R1  u ⇒ all   course; (run, welcome) of every step that u finished; which steps u answered. Signed with the greeting
+    R2  all       k = the longest prefix of finished steps that all parties state alike
+    R3  all       discard what there is of step k + 1, and begin it with new session ids, keys and randomness
 
-Every pair of parties greets anew in every run (`cloister.deploy.link`, G1), so R1 needs no message of its own, and nobody
-passes on what another party says. All statements enter the digest that the parties compare before the step: who tells
-two parties different things ends the run. `welcome` is the hash of the message by which the parties agreed on the step's
-first run id, with a nonce of each of them, so "finished alike" means the same session. Results are known by their hash:
-files that changed on the disk are not finished.
+Every two parties greet each other anew in every run (`cloister.deploy.link`, G1). So R1 needs no message of its own,
+and nobody passes on another party's statement. The hash of all statements enters the digest that the parties compare
+before the step: a party that states different things to two others ends the run. `welcome` is the hash of the message
+by which the parties agreed on the step's first run id, with a nonce of each, so "alike" means in the same session.
+Results are known by their hash: a step whose files changed on the disk is not finished.
 
-What counts (`begin`): a course is paid for as a whole when it begins. A step that is begun a second time is paid for once
-more, unless the first attempt sent nothing: what a party did not send cannot have been opened. Whether it did is read
-from its own receipt, in which every message stands before it leaves. docs/security/retries.md argues what repetition
-reveals.
+What counts (`begin`): a course is paid for as a whole when it begins. A step that is begun again is paid for once more,
+unless the attempt before sent nothing: what a party did not send cannot have been opened. Its own receipt says whether
+it did, because every message stands there before it leaves. So the count of a workflow is the number of times that it
+was answered, and the study's that of the step that was answered most often. docs/security/retries.md argues what a
+repetition reveals.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class State:
     course: str  # the run that began it
     cells: str  # fingerprint of the matrix that was approved; "" where there are none
     paid: list[bool]  # by step: whether one more attempt is paid for
+    times: list[int]  # by step: how often it was paid for
     finished: list[Finished] = field(default_factory=list)
     attempt: tuple[int, str] | None = None  # step and folder of what is under way
 
@@ -82,6 +84,7 @@ class State:
             str(raw["course"]),
             str(raw["cells"]),
             [x is True for x in raw["paid"]],
+            [int(x) for x in raw["times"]],
             [Finished(**{key: str(one[key]) for key in Finished.__dataclass_fields__}) for one in raw["finished"]],
             None if attempt is None else (int(attempt[0]), str(attempt[1])),
         )
@@ -89,7 +92,7 @@ class State:
 
 @dataclass(frozen=True)
 class Statement:
-    """R1: what a party tells all others of its course."""
+    """R1: what a party states to all others about its course."""
 
     course: str = ""  # "" for none
     steps: tuple[tuple[str, str], ...] = ()  # (run, welcome)
@@ -108,11 +111,13 @@ class Statement:
             answered = tuple(raw["answered"])
             if raw.keys() != set(cls.__dataclass_fields__) or not all(type(x) is bool for x in answered):
                 raise ValueError(data)
-            if not all(isinstance(x, str) and len(x) <= 64 for x in (raw["course"], *(x for one in steps for x in one))):
+            if not all(
+                isinstance(x, str) and len(x) <= 64 for x in (raw["course"], *(x for one in steps for x in one))
+            ):
                 raise ValueError(data)
             return cls(raw["course"], steps, answered)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise ProtocolAbort("course", "R1", "malformed", f"'{party}' tells no record of finished steps") from None
+            raise ProtocolAbort("course", "R1", "malformed", f"'{party}' states no record of finished steps") from None
 
 
 def common_prefix(mine: Statement, others: Mapping[Party, Statement], steps: int) -> int | None:
@@ -148,13 +153,17 @@ class Course:
             self._ours = True
         except (DataError, OSError):
             self._ours = False  # another run of this study is going on, or the disk is full
-        self.state = State(run, _cells_of(kit), [True] * len(self.parts))
+        self.state = self._first(_cells_of(kit))
         if self._ours and (found := _stored(kit)) is not None:
             self._settle(found)
             self._old = found
             if kit.study.steps and not anew:
                 self.state, self._new = replace(found), False
         self.statement = Statement() if self._new else self._state_it()
+
+    def _first(self, cells: str) -> State:
+        """The record of a course that begins with this run."""
+        return State(self.run, cells, [True] * len(self.parts), [1] * len(self.parts))
 
     def _settle(self, found: State) -> None:
         """What became of the latest attempt, and which results are still as they were."""
@@ -175,7 +184,7 @@ class Course:
     # -- R2 --------------------------------------------------------------------------------------------------------
 
     def agree(self, told: Mapping[Party, bytes]) -> int:
-        """The number of steps that need not be done again, from what all other parties told."""
+        """The number of steps that need not be done again, from the statements of all other parties."""
         if len(told) < len(self.kit.study.parties) - 1:
             return len(self.state.finished)  # somebody is missing, and the step's hello will say who
         others = {p: Statement.read(p, data) for p, data in told.items()}
@@ -183,7 +192,7 @@ class Course:
         if start is None:
             if not self._new and self.state.finished:
                 log.warning("not every party continues this study where it broke off; it begins with its first step")
-            self.state, self._new = State(self.run, self.state.cells, [True] * len(self.parts)), True
+            self.state, self._new = self._first(self.state.cells), True
             return 0
         everyone = [self.statement, *others.values()]
         self.repeated = [any(len(s.answered) > i and s.answered[i] for s in everyone) for i in range(len(self.parts))]
@@ -217,12 +226,17 @@ class Course:
             return None if kept else self.kit.study
         return None if self.state.paid[_index(part)] else part
 
-    def begin(self, part: Study, folder: Path, count: Callable[[Study], None]) -> None:
-        """R3: record an attempt before its first message; `count` counts a run, or raises."""
+    def begin(self, part: Study, folder: Path, count: Callable[[Study, bool], None]) -> None:
+        """R3: record an attempt before its first message.
+
+        `count` counts the study or a step, and whether that is one more run of the study; or it raises.
+        """
+        at, times = _index(part), self.state.times
         if (due := self.due(part)) is not None:
-            count(due)
+            more = self._new or times[at] == max(times)
+            count(due, more)
+            times[at] += not self._new
         self._new = False
-        at = _index(part)
         self.state.paid[at] = True
         del self.state.finished[at:]
         self.state.attempt = (at, str(folder))
@@ -330,7 +344,9 @@ def _stored(kit: Kit) -> State | None:
         found = State.load(_all(kit)[kit.study.digest.hex()])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         return None
-    return found if found.cells == _cells_of(kit) and len(found.paid) == len(kit.study.parts) else None
+    return (
+        found if found.cells == _cells_of(kit) and len(found.paid) == len(found.times) == len(kit.study.parts) else None
+    )
 
 
 def _all(kit: Kit) -> dict[str, Any]:

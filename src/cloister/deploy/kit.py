@@ -281,10 +281,15 @@ class Kit:
             name: counts.get(name, 0) for name in self._asked()["workflows"]
         }
 
-    def check_limits(self, policy: Policy, part: Study | None = None) -> None:
+    def _cost(self, entry: Approval, what: Study, *, more: bool) -> dict[str, float]:
+        """What a run of the study, or of one step, takes of the budget."""
+        cost = dict(entry.cost) if what.digest == self.study.digest else cost_of(what)
+        return cost if more else {**cost, "runs": 0}
+
+    def check_limits(self, policy: Policy, part: Study | None = None, *, more: bool = True) -> None:
         """Raise `Refusal` if this party's runs of the study, or of the workflow, are used up."""
-        what = part or self.study
-        asked = {"study", *(one.workflow for one in what.parts)}
+        counted = part or self.study
+        asked = {*(["study"] if more else []), *(one.workflow for one in counted.parts)}
         for key, runs in self.runs_so_far().items():
             most = policy.limits.get(key)
             if most is not None and runs >= most and key in asked:
@@ -294,8 +299,7 @@ class Kit:
                     " [limits] in local/site.toml"
                 )
         if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
-            cost = entry.cost if what.digest == self.study.digest else cost_of(what)
-            self.budget(policy).check(entry.data.matrix, cost, what)
+            self.budget(policy).check(entry.data.matrix, self._cost(entry, counted, more=more), counted)
 
     def budget(self, policy: Policy) -> Budget:
         """What may be spent on this site's cells."""
@@ -324,14 +328,17 @@ class Kit:
         least = Thresholds().raised(policy.floors)
         self.answered(policy).check(adata, matrix, self.donor_key, least, own_cells.columns_read(self.study))
 
-    def count_run(self, policy: Policy, adata: AnnData | None = None, part: Study | None = None) -> None:
+    def count_run(
+        self, policy: Policy, adata: AnnData | None = None, part: Study | None = None, *, more: bool = True
+    ) -> None:
         """Count one run more, or raise `Refusal`. A run counts from its start, since an aborted one reveals too.
 
-        `part` is the step that is answered once more, if that is all that this run repeats (`cloister.deploy.course`).
+        `part` is the step that is answered once more, if that is all that this run repeats (`cloister.deploy.course`);
+        `more`, whether that makes it one more run of the study.
         """
         what = part or self.study
         with files.locked(self.path / "local" / COUNTS, wait=60.0):
-            self.check_limits(policy, what)
+            self.check_limits(policy, what, more=more)
             counts = self._counts()
             if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
                 if adata is not None:
@@ -339,9 +346,8 @@ class Kit:
                     columns = own_cells.columns_read(self.study)
                     key, name = self.donor_key, self.study.name
                     self.answered(policy).admit(adata, entry.data.matrix, key, name, least, columns)
-                cost = entry.cost if what.digest == self.study.digest else cost_of(what)
-                self.budget(policy).charge(entry.data.matrix, what, cost)
-            for key in (self.study.digest.hex(), *(one.workflow for one in what.parts)):
+                self.budget(policy).charge(entry.data.matrix, what, self._cost(entry, what, more=more))
+            for key in ([self.study.digest.hex()] if more else []) + [one.workflow for one in what.parts]:
                 counts[key] = counts.get(key, 0) + 1
             files.write(self.path / "local" / COUNTS, json.dumps(counts, indent=1))
 

@@ -3,7 +3,7 @@
 The carriers pass what one site sends to another through the coordinator's machine. So every pair of parties agrees on a
 key of its own for each run, signed with the identities in `study.toml`, and the relay only sees sizes and times:
 
-    G1  u → v   pk_u, s_u, sign_u(run, u, pk_u, s_u)     pk_u fresh for this run; s_u is u's statement about earlier ones
+    G1  u → v   pk_u, s_u, sign_u(run, u, pk_u, s_u)     pk_u fresh for this run; s_u about earlier ones (R1)
     G2  v → u   pk_v, s_v, sign_v(run, v, pk_v, s_v)     the answer to G1
     G3  both    k_uv = KA(sk_u, pk_v; run)
     G4  u → v   i, seal(k_uv, batch_i; aad = (u, v, i))  i = 0, 1, 2, ...; answered, at most `WINDOW` on their way

@@ -209,9 +209,10 @@ class Turn:
             else:
                 self._save(done[-1], folder)  # whole, whatever becomes of this step
 
-            def count(what: Study) -> None:
+            def count(what: Study, more: bool) -> None:  # noqa: FBT001
                 if kit.role != "coordinator":
-                    kit.count_run(policy, own, None if what.digest == kit.study.digest else what)
+                    step = None if what.digest == kit.study.digest else what
+                    kit.count_run(policy, own, step, more=more)
 
             self.course.begin(part, step_folder(folder, part), count)
             if done:

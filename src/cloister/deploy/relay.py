@@ -98,7 +98,7 @@ class Relay(MessageReceiver, EndpointMonitor):
         self._lines = {p: queue.Queue[tuple[dict[str, Any], bytes]](QUEUE) for p in names}
         for party in names:
             threading.Thread(target=self._carry, args=(party,), name=f"to-{party}", daemon=True).start()
-        conn_manager.INIT_WAIT, conn_manager.MAX_WAIT = AT_FIRST, AT_MOST  # type: ignore[assignment]
+        conn_manager.INIT_WAIT, conn_manager.MAX_WAIT = AT_FIRST, AT_MOST
         self.communicator = Communicator(Endpoint(self._me), Names(names))
         manager = self.communicator.conn_manager
         manager.frame_mgr_executor.shutdown()

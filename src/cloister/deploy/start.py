@@ -19,7 +19,6 @@ from cloister.deploy.logs import log_to, rotate
 from cloister.deploy.ready import check_port, check_ready, only_one
 from cloister.deploy.service import Service
 
-
 LINGER = 5.0  # seconds that a service for one run stays after it
 
 

@@ -72,8 +72,8 @@ def _close_all(kit: Kit, run: str) -> list[Path]:
         if not (top / "outcome.json").exists():
             _tell(kit, top, f"{CUT_OFF}; the receipt in {top} says what had been sent")
     if run and not found and not any(out.glob(f"*-{run[:8]}/outcome.json")):
-        if (top := next(out.glob(f"*-{run[:8]}"), None)) is not None:  # between two steps, or at the very end
-            _tell(kit, top, f"{CUT_OFF}; the receipts in {top} say what had been sent")
+        if folders := [*out.glob(f"*-{run[:8]}")]:  # between two steps, or at the very end
+            _tell(kit, folders[0], f"{CUT_OFF}; the receipts in {folders[0]} say what had been sent")
         else:
             _tell(kit, results_folder(kit, run), f"{CUT_OFF}; nothing had been sent")  # there was no journal yet
     return [*found]

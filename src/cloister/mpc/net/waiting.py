@@ -3,8 +3,9 @@
 A wait ends when the awaited party is silent for `timeout` seconds, when for `timeout` seconds nobody at all was
 computing (or about to go on), or after `patience` seconds whatever happens. A long computation at one party therefore
 trips nobody's timeout. Nor does a long exchange: a party to which messages still come, or pieces of a large one, says
-in its pulses that it is at work, and so does one whose process uses the processor while it waits. While a party is falling silent, idleness does not count: whoever waits for that party has to
-notice first, or the others would blame each other.
+in its pulses that it is at work, and so does one whose process uses the processor while it waits. While a party is
+falling silent, idleness does not count: whoever waits for that party has to notice first, or the others would blame
+each other.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ class Wait:
             return f"for {patience:g} s ('patience' of the study)"
         if self._silent[party] > timeout:
             return f"for {timeout:g} s ('timeout' of the study)"
-        return f"for {timeout:g} s, in which no party was computing ('timeout' of the study)" if self._idle > timeout else ""
+        return (
+            f"for {timeout:g} s, in which no party was computing ('timeout' of the study)"
+            if self._idle > timeout
+            else ""
+        )
 
 
 class Bell:

@@ -171,10 +171,8 @@ def still_there(ch: Channel, sites: Iterable[Party]) -> tuple[Party, ...]:
 def too_few(ch: Channel, everyone: Iterable[Party], left: Sequence[Party], least: int) -> PeerLost:
     """The error that says who is missing, and why, with the limit that was exceeded."""
     reasons = [why.detail for u in everyone if u not in left and (why := ch.stopped(u)) is not None and why.detail]
-    why = "".join(f"; {reason}" for reason in dict.fromkeys(reasons))
-    return PeerLost(
-        NAME, "A1", "too-few", f"{len(left)} sites are left, {least} are needed{why}. Start a new run."
-    )
+    named = "".join(f"; {reason}" for reason in dict.fromkeys(reasons))
+    return PeerLost(NAME, "A1", "too-few", f"{len(left)} sites are left, {least} are needed{named}. Start a new run.")
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
