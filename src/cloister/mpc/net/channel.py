@@ -53,7 +53,7 @@ from cloister.mpc.parties import Agreement, Party
 
 T = TypeVar("T")
 NO_RUN = bytes(16)
-BUSY = 0.25  # fraction of a processor from which a party that waits is at work, too: a computation in short pieces
+BUSY = 0.1  # fraction of a processor from which a party that waits is at work, too: a computation in short pieces
 NAME = "channel"
 
 
@@ -106,7 +106,7 @@ class Endpoint:
             waiting = PATIENT if self.waits[True] else WAITING if self.waits[False] else COMPUTING
             before, arrived = arrived, self.mailbox.progress
             earlier, used = used, time.process_time()
-            at_work = stuck or arrived != before or used - earlier > BUSY * self._beat
+            at_work = stuck or arrived != before or used - earlier > max(0.05, BUSY * self._beat)
             for p in self.peers:
                 self._post(p, self._frame("pulse", p, body=COMPUTING if at_work else waiting))
 
@@ -332,12 +332,12 @@ class Channel:
                         if quorum is None:
                             raise lost
                         if over and failures[party] is None:
-                            silent = f", from which nothing came {over}"
+                            silent = f"; nothing came {over}"
                         wait.pending.remove(party)
                         self.dismiss(party, why=f"nothing came from it {over}" if over else "left out of this run")
                 if quorum is not None and (left := len(got) + len(wait.pending)) < quorum:
                     out = ", ".join(f"'{p}'" for p in senders if p not in got and p not in wait.pending)
-                    why = f"{left} of {len(senders)} parties are left without {out}{silent}, {quorum} are needed."
+                    why = f"{left} of {len(senders)} parties are left without {out}, {quorum} are needed{silent}."
                     raise PeerLost(spec.protocol, spec.line, "too-few", f"{why} Start a new run.")
                 if wait.pending:
                     await endpoint.bell.wait(seen, endpoint.poll)
