@@ -305,7 +305,8 @@ def report(federation: Federation, faults: Faults, runs: int) -> None:
     broke = [r for r in results if r.first != "done"]
     resumed = [r for r in broke if r.final == "done"]
     print(
-        f"{runs} runs: {runs - len(broke)} went through, {len(broke)} broke off, {len(resumed)} of them were completed by"
+        f"{runs} runs: {runs - len(broke)} went through, {len(broke)} broke off,"
+        f" {len(resumed)} of them were completed by"
         f" the next runs, {sum(r.skipped > 0 for r in resumed)} without repeating finished steps;"
         f" {sum(r.first == 'hangs' or r.final == 'hangs' for r in results)} hung;"
         f" {sum(',' in r.said for r in broke)} with more than one reason or origin;"

@@ -143,13 +143,23 @@ def detach(kit_dir: str | Path, data: str | Path | None = None, *, say: Say = pr
     look = f"follow it: cloister attach {kit.path}; stop it: cloister cancel {kit.path}"
     if kit.role != "coordinator":
         kit, policy = _ready(kit_dir, data, None)
-        _spawn(kit, _data(policy))
+        _leave(_spawn(kit, _data(policy)))
         say(f"{kit.me} waits for a run of '{kit.study.name}'; {look}")
         return ""
     order = functools.partial(start_run, kit_dir, on_status=say, anew=anew)
-    run = order() if is_running(kit) else _once_it_listens(order, _spawn(kit, {}))
+    if is_running(kit):
+        run = order()
+    else:
+        service = _spawn(kit, {})
+        run = _once_it_listens(order, service)
+        _leave(service)
     say(f"run {run} goes on; {look}")
     return run
+
+
+def _leave(service: subprocess.Popen[bytes]) -> None:
+    """Go without it: it ends by itself."""
+    service.returncode = 0  # nobody waits for it
 
 
 def _once_it_listens(order: Callable[[], T], service: subprocess.Popen[bytes]) -> T:
