@@ -6,6 +6,7 @@ import threading
 import time
 
 import chat
+import psutil
 import pytest
 from federation import PARTIES, Federation
 from proxies import line
@@ -89,3 +90,17 @@ def test_a_line_is_made_anew_within_seconds(broken):
     assert not isinstance(ended, CloisterError), ended
     assert healed[1] - healed[0] < 6.0, healed  # 2 s, and TLS
     print(f"all connected again {healed[1] - healed[0]:.1f} s after the line was there")
+
+
+@pytest.mark.parametrize("party", ["basel", "hub"])
+def test_a_run_survives_the_death_of_a_carrier(broken, party):
+    federation, _ = broken
+
+    def blow():
+        service = psutil.Process(federation.services[party].pid)
+        (carrier,) = [p for p in service.children() if "cloister.deploy.carrier" in p.cmdline()]
+        carrier.kill()
+
+    ended = run_with(federation, blow)
+    assert not isinstance(ended, CloisterError), ended
+    assert ended.status == "done"

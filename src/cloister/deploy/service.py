@@ -6,7 +6,8 @@
 
 A run begins with the coordinator's signed invitation (`cloister.deploy.invitation`), and only if this party's own
 policy allows it. Nothing else that comes from the network makes the service do anything but pass it on or drop it. A
-carrier that ends, or says what is no packet, is replaced; runs that it carried end by name.
+carrier that ends is replaced, and its runs go on as after any other break of the line. One that says what is no packet
+is replaced, too, and its runs end by name.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from cloister.deploy.pipe import (
     GONE,
     HALT,
     LOG,
+    NO_PACKET,
     NOBODY,
     OUTCOME,
     PLAN,
@@ -189,20 +191,21 @@ class Service:
     def _keep_carrier(self) -> None:
         pause = RESTART
         while not self.ending.is_set():
-            began = time.monotonic()
+            began, whole = time.monotonic(), True
             try:
-                self._carry()
+                whole = self._carry()
             except (OSError, CloisterError) as e:
                 log.error("the carrier could not be started: %s", e)
             if self.ending.is_set():
                 return
-            self._tell_runs("this party's carrier ended")
+            if not whole:
+                self._tell_runs("this party's carrier ended")
             pause = RESTART if time.monotonic() - began > 60.0 else min(2 * pause, RESTART_MOST)
             log.error("the carrier ended; a new one starts in %g s", pause)
             self.ending.wait(pause)
 
-    def _carry(self) -> None:
-        """One carrier's life."""
+    def _carry(self) -> bool:
+        """One carrier's life; whether all that it said were packets."""
         kit = Kit.open(self.kit.path)  # parties may have joined
         process, ours = open_carrier(kit, self.ending)
         pipe = Pipe(ours)
@@ -217,6 +220,7 @@ class Service:
         except BrokenPipe as e:
             if not self.ending.is_set():
                 log.error("the carrier's pipe broke: %s", e)
+            return str(e) != NO_PACKET
         finally:
             with self._lock:
                 self._carrier = None
