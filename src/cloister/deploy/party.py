@@ -295,4 +295,6 @@ def results_folder(kit: Kit, run: str) -> Path:
 
 def lost(party: str, run: str, why: str) -> Ended:
     """An ending for a run whose process cannot tell it any more."""
-    return Ended(run, party, "aborted", "", errors.to_json(PeerLost("flare", "-", "lost", why)))
+    error = PeerLost("flare", "-", "lost", why)
+    errors.blame(error, party, error.code)
+    return Ended(run, party, "aborted", "", errors.to_json(error))

@@ -82,6 +82,7 @@ def _close_all(kit: Kit, run: str) -> list[Path]:
 def _tell(kit: Kit, folder: Path, why: str) -> None:
     """Leave word of how the run of this folder ended."""
     lost = PeerLost("local", "-", "lost", why)
+    errors.blame(lost, kit.me, lost.code)
     Ended(folder.name.rpartition("-")[2], kit.me, "aborted", str(folder), errors.to_json(lost)).keep()
     log.error("run %s: %s", folder.name, lost)
 
@@ -99,6 +100,7 @@ def _close(kit: Kit, journal: Path) -> None:
     receipt.close(f"aborted: {CUT_OFF}", lambda head: (kit.identity.public, kit.identity.sign(SIGNED, head)))
     if part is not None:
         cut = PeerLost("local", "-", "lost", CUT_OFF)
+        errors.blame(cut, kit.me, cut.code)
         save_run(Run(part, errors={kit.me: cut}, receipts={kit.me: receipt}), journal.parent)
     else:  # the kit has another study by now
         receipt.save(journal.with_name(f"{party}.receipt.json"))
