@@ -236,7 +236,7 @@ def run(
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Take part in one run between machines; as coordinator, start it, or continue the one that broke off."""
+    """Take part in one run between machines; as coordinator, start it."""
     from cloister.deploy.join import attend, check_same_study, conduct, detach, take_away
     from cloister.deploy.kit import Kit
     from cloister.study import Study
@@ -284,7 +284,7 @@ def attach(
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Follow the run that is going on at a party until it ends; Ctrl-C stops looking, not the run."""
+    """Follow the current run of a party; Ctrl-C does not stop it."""
     from cloister.deploy.control_socket import watch_run
 
     with progress(quiet=quiet or as_json) as tell:
@@ -293,7 +293,7 @@ def attach(
 
 
 def cancel(kit: Annotated[Path, typer.Argument(help="Start-up kit of this party.")]) -> None:
-    """Stop the runs at this party; approvals stay, and the next run continues behind the steps that are finished."""
+    """Stop the runs at this party; its approval stays."""
     from cloister.deploy.control_socket import cancel as stop
 
     out.print(f"{stop(kit)} run(s) stopped", markup=False)
