@@ -344,9 +344,8 @@ def _stored(kit: Kit) -> State | None:
         found = State.load(_all(kit)[kit.study.digest.hex()])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         return None
-    return (
-        found if found.cells == _cells_of(kit) and len(found.paid) == len(found.times) == len(kit.study.parts) else None
-    )
+    fits = len(found.paid) == len(found.times) == len(kit.study.parts)
+    return found if fits and found.cells == _cells_of(kit) else None
 
 
 def _all(kit: Kit) -> dict[str, Any]:

@@ -128,9 +128,9 @@ class Turn:
             start = self.course.agree(self.link.statements)
             if isinstance(self.mailbox, Mailboxes):
                 self.mailbox.begin(min(start + 1, len(kit.study.parts)))
-            for part in kit.study.parts[:start]:
-                log.info("run %s continues behind %s, which is finished", self.run[:8], part.place)
-                done.append(self.course.restore(part, folder))
+            if start:
+                behind = kit.study.parts[start - 1].place
+                log.info("run %s continues behind %s, which all have finished", self.run[:8], behind)
             for part in kit.study.parts[start:]:
                 run = Run(part)
                 self.tell.begin(part)
@@ -140,6 +140,8 @@ class Turn:
                 done.append(run)
             if start < len(kit.study.parts):
                 self._save(run, folder)
+            else:
+                done = self._restore(start, folder)
             ended = _all_done(self.run, kit.me, folder, done)
         except BaseException as e:
             ended = replace(failed(kit, self.run, e, folder), step=run.study.place)
@@ -157,6 +159,10 @@ class Turn:
             log.info("run %s: next: %s", self.run[:8], ended.error["next"])
         self.over.set()
         return ended
+
+    def _restore(self, steps: int, folder: Path) -> list[Run]:
+        """The first steps, as earlier runs left them."""
+        return [self.course.restore(part, folder) for part in self.kit.study.parts[:steps]]
 
     def _announce(self, e: BaseException, part: Study) -> None:
         """Have the others learn why this party does not begin, where no session has: by a full disk, for example."""
@@ -194,7 +200,7 @@ class Turn:
 
     def _run_part(self, policy: Policy, run: Run, done: list[Run], folder: Path) -> Outcome:
         kit, part = self.kit, run.study
-        what = f"{part.place}: " if part.place else ""
+        what, before = f"{part.place}: " if part.place else "", max(0, part.at - 1)
         log.info("run %s of study %r begins: %s%s, %s", self.run[:8], part.name, what, part.workflow, part.mode)
 
         def cells() -> AnnData | None:
@@ -206,6 +212,7 @@ class Turn:
                 own = open_cells(kit, policy) if kit.role == "site" else None
                 if own is not None:
                     check_approved_cells(kit, own)
+                done.extend(self._restore(before, folder))
             else:
                 self._save(done[-1], folder)  # whole, whatever becomes of this step
 
@@ -228,14 +235,14 @@ class Turn:
             run.receipts[kit.me] = receipt
 
         self._seated = False  # until the receipt's journal is there
-        folders = {one.study.label: step_folder(folder, one.study) for one in done}
+        folders = {one.label: step_folder(folder, one) for one in kit.study.parts[:before]}
         return take_part(
             part,
             kit.me,
             StepLink(self.link, part.at) if part.at else self.link,
             self.mailbox.begin(part.at) if isinstance(self.mailbox, Mailboxes) else self.mailbox,
             cells,
-            part=functools.partial(workflow_part, checked=not done, folders=folders),  # the first step's cells were
+            part=functools.partial(workflow_part, checked=not before, folders=folders),  # the first step's cells were
             reveals=workflows.reveals(part),
             identity=kit.identity,
             entropy=self.entropy,
