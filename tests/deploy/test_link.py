@@ -376,6 +376,26 @@ def test_a_batch_does_not_pass_under_another_number():
     pair.close()
 
 
+def test_a_process_that_greeted_and_ended_before_it_was_greeted_is_lost():
+    """Its service was started again meanwhile and does not know the run: the others waited for their timeout."""
+    ended = threading.Event()
+
+    def meddle(to, request, forward):
+        if to == B and request[:1] == links.GREETING:
+            ended.wait(60)
+            raise links.Over
+        if ended.is_set():
+            raise links.Over
+        return forward(request)
+
+    pair = Pair(meddle)
+    pair.boxes[A].wait_for(lambda: pair.links[A]._peers[B].key is not None)  # its greeting came
+    ended.set()
+    pair.boxes[A].wait_for(lambda: B in pair.boxes[A].lost)
+    assert pair.boxes[A].lost[B] == "its process ended"
+    pair.close()
+
+
 # ---- statements ------------------------------------------------------------------------------------------------------
 
 

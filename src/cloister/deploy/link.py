@@ -44,6 +44,7 @@ HEADER = 5  # bytes before each piece: kind, length
 WINDOW = 8  # batches on their way to one party
 LEAST, MOST = 1 << 16, 1 << 19  # bytes of a batch; it grows while the line is fast
 AWAY = 2 / 3  # of the study's timeout: 40 s by default, so that a line may be down for half a minute
+SETTLE = 2.0  # seconds in which a greeting may overtake the word that nobody is there yet
 JOIN = 120.0  # seconds that a party waits for the others' processes to come up
 PULSE = 256  # a pulse is shorter than this
 
@@ -290,7 +291,7 @@ class SealedLink:
 
     def _insist(self, to: Party, request: bytes, patience: float, fatal: type[Unreachable] = Unreachable) -> bytes:
         """Ask until there is an answer; `Lost` after `patience` seconds, or after `away` seconds of `fatal`."""
-        began, gone = time.monotonic(), None
+        began, gone, over = time.monotonic(), None, None
         while time.monotonic() < self._end and not self._peers[to].lost:
             if self._closing and self._peers[to].key is None:
                 break  # it never came
@@ -302,6 +303,10 @@ class SealedLink:
             except Unreachable as e:
                 if isinstance(e, Ended) or (isinstance(e, Over) and fatal is Unreachable):
                     raise Lost("its process ended") from None
+                if isinstance(e, Over) and self._peers[to].key is not None:  # it greeted: it had a process
+                    over = over or time.monotonic()
+                    if time.monotonic() - over > SETTLE:
+                        raise Lost("its process ended") from None
                 gone = (gone or time.monotonic()) if isinstance(e, fatal) else None
                 if gone and time.monotonic() - gone > self.away:
                     raise Lost("its process or its connection ended") from None
