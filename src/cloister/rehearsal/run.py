@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister import workflows
-from cloister.errors import DataError, MissingExtra, PeerLost, ProtocolAbort, about, origin_of, reason_of
+from cloister.errors import CloisterError, DataError, MissingExtra, PeerLost, ProtocolAbort, about, origin_of, reason_of
 from cloister.mpc.net.events import Event
 from cloister.mpc.net.receipts import Receipt
 from cloister.session import Outcome, Session, root_cause
 from cloister.study import Party, Study
+from cloister.workflows.findings import sentences
 from cloister.workflows.pipeline import named, with_files
 
 if TYPE_CHECKING:
@@ -229,6 +230,17 @@ class Run:
         return [Flow(*key) for key in sorted(keys, key=order)]
 
     # ---- what it looks like ------------------------------------------------------------------------------------------
+
+    @property
+    def findings(self) -> list[str]:
+        """What was found, in sentences; none of a run that failed."""
+        if self.abort is not None:
+            return []
+        try:
+            workflow, options = workflows.check_plan(self.study)
+            return sentences(workflow, self.results, options)
+        except (CloisterError, KeyError, TypeError, ValueError, AttributeError):  # of another version
+            return []
 
     def draw(self) -> Drawing:
         """The workflow's figures; drawn once. A figure that fails leaves a note, never a run without its page."""

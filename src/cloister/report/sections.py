@@ -141,6 +141,11 @@ def _purpose(part: str) -> tuple[str, str]:
 # ---- figures, results, messages, cost, receipts ----------------------------------------------------------------------
 
 
+def findings(run: Run) -> list[Html]:
+    found = run.findings
+    return [tag("h3", "What was found"), tag("ul", *(tag("li", line) for line in found))] if found else []
+
+
 def figures(run: Run) -> list[Html]:
     drawn = run.draw()
     if not drawn.figures and not drawn.note:

@@ -18,7 +18,7 @@ from cloister.papers import federated_harmony
 from cloister.session import Outcome, RemoteSession, Session
 from cloister.workflows import Workflow
 from cloister.workflows.integrate import pooled_harmony
-from cloister.workflows.integrate.figures import joint_space, mixing_bars
+from cloister.workflows.integrate.figures import colours_of, joint_space, mixing_bars
 from cloister.workflows.integrate.harmony_steps import WIDEST, Cells, Integrated, Params
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import check_min_donors, option
@@ -254,7 +254,10 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """How far sites were mixed; and at every site that is here, its own cells among the others' density."""
     drawn = [mixing_bars(outcomes)] if any("own_site" in o.result for o in outcomes.values()) else []
     here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.uns}
-    return drawn + [joint_space(s, a, options.key_added, options.label_key, options.batch_key) for s, a in here.items()]
+    key, label_key, batch_key = options.key_added, options.label_key, options.batch_key
+    coloured = {str(n) for s, a in here.items() for n in colours_of(a, s, label_key, batch_key)}
+    places = {name: i for i, name in enumerate(sorted(coloured))}
+    return drawn + [joint_space(s, a, key, label_key, batch_key, places) for s, a in here.items()]
 
 
 WORKFLOW = Workflow(

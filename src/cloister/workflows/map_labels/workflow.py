@@ -322,7 +322,7 @@ def warnings(study: Study, options: Options) -> list[str]:
     """Who computes, and what happens to cells that are like no reference, before anything starts."""
     notes = []
     if options.max_distance is None and not options.known_share:
-        notes.append("cells of a type that no reference has get a label too; known_share=0.95 calls most unknown")
+        notes.append("cells of a type that no reference has get a label too; known_share=0.98 calls some unknown, and few others")
     if study.mode == "plain":
         return notes
     return [*notes, who_computes(study, computing_parties(study, Party(options.query), options.computing))]
