@@ -17,7 +17,7 @@ coordinator's machine: where that is out of reach, it is named, and not the part
 
 Reveals
 -------
-relay : who talks to whom, when, and how many bytes.
+relay : who talks to whom, when, and how many bytes; the statements about earlier runs.
 """
 
 from __future__ import annotations

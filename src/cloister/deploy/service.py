@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from cloister.deploy.approval.approval import Refusal
-from cloister.deploy.approval.recovery import note_begun, recover
+from cloister.deploy.approval.recovery import note_begun, recover, recover_others
 from cloister.deploy.course import is_paid
 from cloister.deploy.invitation import COME, Invitation, Seen, say_word
 from cloister.deploy.kit import Kit
@@ -363,6 +363,8 @@ class Service:
         with self._lock:
             self.runs.pop(running.run, None)
             self._ended.append(running.run)
+            active = {run.hex() for run in self.runs}
+        recover_others(self.kit, active)
         running.pipe.close()
         running.over.set()
 

@@ -12,7 +12,7 @@ from cloister.cli.doctor import _examine_kit
 from cloister.cli.receipt import receipt as show
 from cloister.deploy.approval.expiry import overdue
 from cloister.deploy.approval.halting import halt
-from cloister.deploy.approval.recovery import note_begun, recover
+from cloister.deploy.approval.recovery import note_begun, recover, recover_others
 from cloister.deploy.kit import Kit
 from cloister.deploy.party import Ended
 from cloister.errors import DataError, ReceiptError, RefusedError
@@ -123,6 +123,15 @@ def test_a_service_that_was_killed_writes_the_outcome_at_its_next_start(basel, w
     assert not any((basel.path / "runs").iterdir())
     recover(basel)
     assert [*(basel.path / "results").glob("*/outcome.json")] == [file]
+
+
+def test_what_a_full_disk_did_not_take_is_written_with_the_next_run(basel):
+    for run in ("aa" * 16, "bb" * 16):
+        note_begun(basel, run)
+    recover_others(basel, {"bb" * 16})
+    assert [f.parent.name[-8:] for f in (basel.path / "results").glob("*/outcome.json")] == ["aaaaaaaa"]
+    recover_others(basel, set())
+    assert len([*(basel.path / "results").glob("*/outcome.json")]) == 2
 
 
 def test_a_journal_that_was_altered_is_left_for_people_to_see(basel):

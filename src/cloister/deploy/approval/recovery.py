@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 from cloister import errors, workflows
@@ -47,6 +48,13 @@ def recover(kit: Kit, run: str = "") -> list[Path]:
             with contextlib.suppress(OSError):
                 mark.unlink()
     return found
+
+
+def recover_others(kit: Kit, active: Collection[str]) -> None:
+    """Write the outcomes of earlier runs that could not be written then, because the disk was full."""
+    for mark in sorted((kit.path / RUNS).glob(f"*{BEGUN}")):
+        if (run := mark.name.removesuffix(BEGUN)) not in active:
+            recover(kit, run)
 
 
 def _out(kit: Kit) -> Path:
