@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from cloister.deploy.approval.approval import Refusal
-from cloister.deploy.approval.recovery import note_begun, recover, recover_others
+from cloister.deploy.approval.recovery import keep_late, note_begun, recover
 from cloister.deploy.course import is_paid
 from cloister.deploy.invitation import COME, Invitation, Seen, say_word
 from cloister.deploy.kit import Kit
@@ -108,6 +108,7 @@ class Service:
         self._stale: dict[bytes, Ended] = {}  # runs whose invitation came too late, or too early
         self._notifier, self._told = Notifier(), set[str]()
         self.last: Ended | None = None  # how the latest run ended here, even if no disk could keep it
+        self._unsaved: dict[str, Ended] = {}  # outcomes of runs that ended while the disk was full
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED)
         self._lock, self.ending = threading.Lock(), threading.Event()
         self._doors = ThreadPoolExecutor(2, "door")  # invitations are looked at here, a few at a time
@@ -356,6 +357,9 @@ class Service:
         except subprocess.TimeoutExpired:
             running.process.kill()
             running.process.wait()
+        if running.ended is not None:
+            self._unsaved[running.run.hex()] = running.ended
+        keep_late(self.kit, self._unsaved)
         recover(self.kit, running.run.hex())
         if (ended := running.ended) is None or ended.status != "done":
             why = "its process ended" if ended is None else str(ended.error.get("text", ended.status))
@@ -363,8 +367,6 @@ class Service:
         with self._lock:
             self.runs.pop(running.run, None)
             self._ended.append(running.run)
-            active = {run.hex() for run in self.runs}
-        recover_others(self.kit, active)
         running.pipe.close()
         running.over.set()
 

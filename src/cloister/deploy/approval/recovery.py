@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection
 from pathlib import Path
 
 from cloister import errors, workflows
@@ -50,11 +49,16 @@ def recover(kit: Kit, run: str = "") -> list[Path]:
     return found
 
 
-def recover_others(kit: Kit, active: Collection[str]) -> None:
-    """Write the outcomes of earlier runs that could not be written then, because the disk was full."""
-    for mark in sorted((kit.path / RUNS).glob(f"*{BEGUN}")):
-        if (run := mark.name.removesuffix(BEGUN)) not in active:
-            recover(kit, run)
+def keep_late(kit: Kit, unsaved: dict[str, Ended]) -> None:
+    """Write outcomes that could not be written when their runs ended, because the disk was full."""
+    for run, ended in [*unsaved.items()]:
+        file = Path(ended.folder) / "outcome.json"
+        if ended.folder and not file.exists():
+            ended.keep()
+        if not ended.folder or file.exists():
+            del unsaved[run]
+            with contextlib.suppress(OSError):
+                (kit.path / RUNS / f"{run}{BEGUN}").unlink(missing_ok=True)
 
 
 def _out(kit: Kit) -> Path:
