@@ -373,7 +373,7 @@ def propagate_labels() -> Figure:
     for p, a in sites.items():
         keep = rng.random(a.n_obs) < (0 if p == "vienna" else 0.2)
         a.obs["some"] = a.obs["cell_type"].astype(object).where(keep)
-    run = cl.rehearse("propagate-labels", data=sites, label_key="some", bits=1024, timeout=600.0)
+    run = cl.rehearse("propagate-labels", data=sites, label_key="some", use_rep="X_pca", bits=1024, timeout=600.0)
     a = run.data["vienna"]
     truth = a.obs["cell_type"].astype(str)
     names = truth.value_counts().index[:6].tolist()
@@ -399,7 +399,7 @@ def fine_tune() -> Figure:
     from cloister.cells import tables
 
     sites, truth, held = hidden_labels(0.2)
-    run = cl.rehearse("fine-tune", data=sites, label_key="known")
+    run = cl.rehearse("fine-tune", data=sites, label_key="known", use_rep="X_pca")
     baseline = linear_accuracy({p: tables.embedding(a, "X_pca") for p, a in sites.items()}, truth, held)
     pooled, alone = baseline.items()
     table = dict([pooled, ("cloister, hardened", hit_rate(run, truth, held)), alone])

@@ -39,7 +39,7 @@ class Options:
     library_key: str | None = option(
         None, "column of obs with each cell's library size; the sum of common genes if none"
     )
-    target_sum: float = option(1e4, "counts per cell after normalisation")
+    target_sum: float = option(1e4, "counts per cell after normalisation", retired=True)
     min_cells: int = option(10, "smallest number of a site's own cells behind any opened number", opens=True)
     donor_key: str | None = option(None, "column of obs with donors; with it, labels are compared over donors as well")
     min_donors: int = option(
