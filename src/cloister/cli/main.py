@@ -198,6 +198,8 @@ app.command(epilog="Example:  cloister provision study.toml --out kits")(machine
 app.command(epilog="Example:  cloister site kits/basel --approve   then   cloister site kits/basel")(machines.site)
 app.command(epilog="Example:  cloister halt kits/basel")(machines.halt)
 app.command(epilog="Example:  cloister status kits/basel")(machines.status)
+app.command(epilog="Example:  cloister attach kits/hub")(machines.attach)
+app.command(epilog="Example:  cloister cancel kits/hub")(machines.cancel)
 app.command(epilog="Example:  cloister page kits/basel other/kits/basel")(machines.page)
 app.command(epilog="Example:  cloister run bin-values study.toml --as basel --data a.h5ad --out a.binned.h5ad")(
     machines.run
