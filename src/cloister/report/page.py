@@ -176,7 +176,7 @@ def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Ht
         sections.purposes(run, unfold=unfold),
         tag("h3", "What each party learned"),
         learned(run),
-        *((tag("h3", "Compared"), *against) if against else ()),
+        *((tag("h3", "Compared"), *against, *_provider_box(baselines.get(study.workflow))) if against else ()),
         *sections.figures(run),
         *sections.results(run),
         tag("h3", "What it cost"),
@@ -185,6 +185,17 @@ def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Ht
         _folded("Receipts", sections.receipts(run), unfold=unfold),
         aria_labelledby=f"run-{i}",
     )
+
+
+def _provider_box(rows: Rows | None) -> list[Html]:
+    """A warning if the table of `adapt-model` says that no provider is needed."""
+    from cloister.papers.baselines.adaptation import WITHOUT, without_provider
+
+    ways = {str(row["way"]): row for row in rows or () if isinstance(row, Mapping) and "way" in row}
+    if not {"together", *WITHOUT} <= ways.keys():
+        return []
+    warning = without_provider(ways)
+    return [tag("div", tag("p", "Note: ", warning, "."), class_="box warn")] if warning else []
 
 
 def _folded(title: str, content: Html, *, unfold: bool) -> Html:
