@@ -65,7 +65,7 @@ RANK = {  # how much a step reveals, and why
 NOT_NOISY = 6  # of `fine-tune` and `adapt-model` with dp_noise=0: exact sums of gradients
 COLUMN, FOUND = "_advise_label", "_advise_found"  # what the ways read and write; never in the given objects
 SHARED = ("layer", "kind", "names", "library_key", "target_sum", "donor_key", "min_donors", "ring", "model", "device")
-LEAST_SHARE, LEAST_CELLS = 0.05, 10  # of unlabelled cells that make kinds be held out; of a kind at other sites
+LEAST_SHARE, LEAST_CELLS = 0.05, 15  # of unlabelled cells that make kinds be held out; of a kind at a site
 FEWEST = 30  # held-out cells over all sites below which nothing can be compared
 
 
@@ -469,20 +469,19 @@ def hidden_kinds(
 ) -> dict[str, tuple[str, ...]]:
     """Kinds whose labels a site loses as a whole: up to a third of those that others have labelled, too.
 
-    Two sites that had labels in common keep one of them.
+    Two sites that had labels in common keep one of them. Labels of few cells count for nothing: workflows leave them out.
     """
-    left = {s: set(n) - {""} for s, n in truth.items()}
+    counts = {s: dict(zip(*np.unique(n.astype(str), return_counts=True), strict=True)) for s, n in truth.items()}
+    left = {s: {str(k) for k, n in each.items() if k and n >= LEAST_CELLS} for s, each in counts.items()}
     hidden: dict[str, tuple[str, ...]] = dict.fromkeys(truth, ())
-    for site, names in truth.items():
+    for site in truth:
         if share[site] < LEAST_SHARE:
             continue
         others = [s for s in truth if s != site and left[s] & left[site]]
         shared = sorted({kind for s in others for kind in left[s] & left[site]})
         for kind in map(str, rng.permutation(shared)):
-            elsewhere = sum(int((truth[s] == kind).sum()) for s in others if kind in left[s])
             rest = left[site] - {kind}
-            enough = elsewhere >= LEAST_CELLS and int((names == kind).sum()) >= LEAST_CELLS and len(rest) > 1
-            if enough and len(hidden[site]) < len(shared) / 3 and all(left[s] & rest for s in others):
+            if any(kind in left[s] for s in others) and len(rest) > 1 and len(hidden[site]) < len(shared) / 3 and all(left[s] & rest for s in others):
                 left[site], hidden[site] = rest, (*hidden[site], kind)
     return hidden
 
