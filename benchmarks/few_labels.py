@@ -198,6 +198,7 @@ def curves(name, s, seeds, arms, log):
                     "balanced": round(float(np.mean([right[s.y[test] == n].mean() for n in np.unique(s.y[test])])), 4),
                     "s": round(time.process_time() - began, 2),
                 }  # fmt: skip
+        LOG.write_text(json.dumps(log, indent=0) + "\n")
         print(line(log, name, k), flush=True)
 
 
@@ -246,7 +247,6 @@ def main() -> None:
     if not args.show:
         for name in args.only:
             curves(name, made[name](), args.seeds, args.arms, log)
-            LOG.write_text(json.dumps(log, indent=0) + "\n")
     for name in made:
         if any(key.startswith(f"{name}|") for key in log):
             print(*(line(log, name, k) for k in LABELS), sep="\n")

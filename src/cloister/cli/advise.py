@@ -19,16 +19,15 @@ if TYPE_CHECKING:
 
 
 def advise(
-    study: Annotated[str, typer.Argument(help="study.toml with a step that labels cells, or the name of such a workflow.")],
+    study: Annotated[str, typer.Argument(help="study.toml, or a workflow that labels cells.")],
     data: DataFiles = None,
-    label_key: Annotated[str, typer.Option(help="Column of obs with the labels; by default the one of the study.")] = "",
+    label_key: Annotated[str, typer.Option(help="Column of obs with labels; else the study's.")] = "",
     model: Annotated[
-        Path | None, typer.Option(help="File of a provider's model; without one adapt-model is left out.")
+        Path | None, typer.Option(help="File of a provider's model, for adapt-model.")
     ] = None,
-    held_out: Annotated[float, typer.Option(help="Fraction of each label's cells that is held out.")] = 0.2,
-    n_cells: Annotated[int, typer.Option("--cells", help="Largest number of cells taken of a site; 0 for all.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the held-out cells and of the runs.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds without a message after which a run ends.")] = 600.0,
+    held_out: Annotated[float, typer.Option(help="Fraction of labels to hold out.")] = 0.2,
+    n_cells: Annotated[int, typer.Option("--cells", help="Most cells taken of a site; 0 for all.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of held-out cells and runs.")] = 0,
     path: Annotated[Path | None, typer.Option("--out", help="File for the advice as JSON.")] = None,
     learns: Annotated[  # noqa: FBT002
         bool, typer.Option("--learns", metavar=FLAG, help="Also print what each party would learn.")
@@ -36,10 +35,9 @@ def advise(
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Rehearse the ways to label cells on held-out labels, and recommend the least revealing one that is good enough.
+    """Recommend a workflow to label cells, by held-out labels.
 
-    The ways are each site alone, map-labels, propagate-labels, train-classifier, fine-tune and adapt-model. Nothing is
-    sent: all files are on this machine.
+    Rehearses the ways and takes the least revealing one that is as good as the best. Nothing is sent.
     """
     from cloister.rehearsal.advise import advise as rehearse_ways
 
@@ -47,7 +45,7 @@ def advise(
     with progress(quiet=quiet or as_json) as tell:
         found = rehearse_ways(
             study, files, label_key=label_key, model=model, held_out=held_out, n_cells=n_cells, seed=seed,
-            timeout=timeout, on_event=tell,
+            on_event=tell,
         )  # fmt: skip
     text = json.dumps(found.to_dict())
     if path is not None:

@@ -392,6 +392,11 @@ class Task:
     def alone(self) -> dict[str, Array]:
         if bare := [s for s, a in self.sites.items() if a.obs[COLUMN].isna().all()]:
             raise DataError(f"site '{bare[0]}' has no label of its own to learn from")
+        if blind := [s for s in self.sites if self.share[s] >= LEAST_SHARE and not self.hidden[s]]:
+            raise DataError(
+                f"{self.share[blind[0]]:.0%} of the unlabelled cells at '{blind[0]}' look like kinds that only others "
+                "have labelled; it cannot name them alone, and has too few labels to hold out a kind and measure that"
+            )
         x, found = self.features, {}
         for site, a in self.sites.items():
             seen = a.obs[COLUMN].notna().to_numpy()
