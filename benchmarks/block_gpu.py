@@ -3,12 +3,14 @@
     python benchmarks/block_gpu.py                       65 x 192, ring 8192, 4096 samples, on a card
     python benchmarks/block_gpu.py --attention quadratic [--tokens 197 --width 768 --heads 12] [--where]
     python benchmarks/block_gpu.py --attention quadratic --samples 32 --blocks 6    tokens share ciphertexts
-    python benchmarks/block_gpu.py --attention quadratic --tokens 197 --width 768 --heads 12 --blocks 12 --samples 1 16 32
+    python benchmarks/block_gpu.py --attention quadratic --tokens 197 --width 768 --heads 12 --blocks 12 --samples 1 32
     python benchmarks/block_gpu.py --quick               17 x 64 on a card; without one, a tiny block on the CPU
     python benchmarks/block_gpu.py --device cpu          the same code on the CPU
 
 Random weights; a full batch of activations, encrypted by the owner at the block's door: a few samples, again and
-again. More samples than a batch holds take several batches, one after the other. Messages are handed over as they are and counted. Every opening has its secret sums (`tied_answers`), which both
+again. More samples than a batch holds take several batches, one after the other.
+Messages are handed over as they are and counted.
+Every opening has its secret sums (`tied_answers`), which both
 sides compare after each block, as in a run: a block whose answers do not add up ends the benchmark. The first run warms
 the card up, the second is reported; the result is compared with the plain student on some tokens, features and samples.
 What does not fit on the card lies in the host's memory; how much that will be is said first. With `--where` there is

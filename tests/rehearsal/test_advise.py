@@ -47,7 +47,11 @@ def test_alone_is_enough_if_it_is_as_good():
 
 def test_a_way_that_is_behind_by_more_than_the_noise_is_not():
     """One standard error of the difference: of pairs, so that cells that both get right do not count."""
-    right = {"alone": np.arange(200) < 170, "map-labels": np.arange(200) < 178, "train-classifier": np.arange(200) < 180}
+    right = {
+        "alone": np.arange(200) < 170,
+        "map-labels": np.arange(200) < 178,
+        "train-classifier": np.arange(200) < 180,
+    }
     found = advice_from({n: way(n) for n in right}, right, np.ones(200), None, 1000)
     assert found.recommended == "train-classifier"
     d = np.array([1.0] * 2 + [0.0] * 198)

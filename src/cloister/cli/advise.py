@@ -22,9 +22,7 @@ def advise(
     study: Annotated[str, typer.Argument(help="study.toml, or a workflow that labels cells.")],
     data: DataFiles = None,
     label_key: Annotated[str, typer.Option(help="Column of obs with labels; else the study's.")] = "",
-    model: Annotated[
-        Path | None, typer.Option(help="File of a provider's model, for adapt-model.")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="File of a provider's model, for adapt-model.")] = None,
     held_out: Annotated[float, typer.Option(help="Fraction of labels to hold out.")] = 0.2,
     n_cells: Annotated[int, typer.Option("--cells", help="Most cells taken of a site; 0 for all.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of held-out cells and runs.")] = 0,

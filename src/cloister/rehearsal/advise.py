@@ -1,5 +1,6 @@
-"""Which workflow should label these cells? Each way is rehearsed on labels that are held out, and the least revealing
-one that is as good as the best is recommended.
+"""Which workflow should label these cells: rehearsals on held-out labels, and a recommendation.
+
+The least revealing way that is as good as the best is recommended.
 
     advice = cl.advise("study.toml", data={"basel": a, "lugano": b, "vienna": c})
     print(advice)                      # a table, the recommendation, and the rule
@@ -10,16 +11,16 @@ The ways: each site alone (regularised logistic regression on its own genes), `m
 `train-classifier`, `fine-tune`, and `adapt-model` where a provider's model is given. All run in mode hardened. A way
 that needs one space of all sites takes that of the study (`use_rep`), or `shared-pca` runs before it and counts.
 
-**Held-out cells** are a fraction of each label's cells at each site. Where unlabelled cells look like kinds that a site has
-not labelled, some kinds are held out there as a whole, and their cells get that share of the weight: a site alone cannot
-name them.
+**Held-out cells** are a fraction of each label's cells at each site. Where unlabelled cells look like kinds that a site
+has not labelled, some kinds are held out there as a whole, and their cells get that share of the weight: a site alone
+cannot name them.
 
 **Noise.** Two ways label the same held-out cells, so their difference is that of pairs: +1 where only the first is
-right, -1 where only the second is. Its standard error is that of a mean of pairs; with `donor_key` donors are drawn, not
-cells. A way is as good as the best if it is behind by no more than one such standard error.
+right, -1 where only the second is. Its standard error is that of a mean of pairs; with `donor_key` donors are drawn,
+not cells. A way is as good as the best if it is behind by no more than one such standard error.
 
-**How much a way reveals** is the largest `RANK` of its steps, then the next. The order is a judgement, and each rank has
-its reason; what the parties learn in full is in the modes of the workflows, and part of the advice.
+**How much a way reveals** is the largest `RANK` of its steps, then the next. The order is a judgement, and each rank
+has its reason; what the parties learn in full is in the modes of the workflows, and part of the advice.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from cloister.papers.baselines.own_features import own_features, own_labels
 from cloister.rehearsal.rehearsal import check_sites, named_site, rehearse, study_cells
 from cloister.rehearsal.run import Run
 from cloister.study import Study
-from cloister.workflows import pipeline, site_labels
+from cloister.workflows import pipeline
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -117,7 +118,9 @@ class Advice:
         """The recommendation in words."""
         best, way = self.way(self.best), self.way(self.recommended)
         if way.name == best.name:
-            text = f"'{way.name}' has the highest accuracy ({way.accuracy:.3f}), and no way that reveals less is as good"
+            text = (
+                f"'{way.name}' has the highest accuracy ({way.accuracy:.3f}), and no way that reveals less is as good"
+            )
         else:
             text = (
                 f"'{way.name}' ({way.accuracy:.3f}) is as good as '{best.name}' ({best.accuracy:.3f}) within the noise "
@@ -133,8 +136,8 @@ class Advice:
             f"Rule: the least revealing way that is behind the best by no more than one standard error of the "
             f"difference, on {self.held_out} held-out cells (pairs of {self.unit})."
         ) + "".join(
-            f" Of the unlabelled cells at {site}, {self.share[site]:.0%} look like kinds that only others have labelled; "
-            f"so all labels of {', '.join(kinds)} were held out there, and weigh as much."
+            f" Of the unlabelled cells at {site}, {self.share[site]:.0%} look like kinds that only others have labelled"
+            f"; so all labels of {', '.join(kinds)} were held out there, and weigh as much."
             for site, kinds in self.hidden.items()
             if kinds
         )
@@ -237,7 +240,9 @@ def advise(
         options["label_key"] = label_key
     if model is not None:
         options["model"] = str(model)
-    task = Task(data, options, agreed, held_out=held_out, n_cells=n_cells, seed=seed, timeout=timeout, on_event=on_event)
+    task = Task(
+        data, options, agreed, held_out=held_out, n_cells=n_cells, seed=seed, timeout=timeout, on_event=on_event
+    )
     return task.advice(tuple(w for w in WAYS if w in ways))
 
 
@@ -279,7 +284,9 @@ class Task:
         seed: int, timeout: float, on_event: Callable[[Event], None] | None,
     ) -> None:  # fmt: skip
         if not isinstance(data, Mapping) or len(data) < 2:
-            raise ParameterError("advise compares working alone with working together: name the cells of two sites or more")
+            raise ParameterError(
+                "advise compares working alone with working together: name the cells of two sites or more"
+            )
         self.options, self.seed, self.timeout, self.on_event = options, seed, timeout, on_event
         self.sites: dict[str, AnnData] = {}
         self.truth: dict[str, Array] = {}
@@ -474,7 +481,7 @@ def hidden_kinds(
 ) -> dict[str, tuple[str, ...]]:
     """Kinds whose labels a site loses as a whole: up to a third of those that others have labelled, too.
 
-    Two sites that had labels in common keep one of them. Labels of few cells count for nothing: workflows leave them out.
+    Two sites that had labels in common keep one of them. Labels of few cells count for nothing, as in workflows.
     """
     counts = {s: dict(zip(*np.unique(n.astype(str), return_counts=True), strict=True)) for s, n in truth.items()}
     left = {s: {str(k) for k, n in each.items() if k and n >= LEAST_CELLS} for s, each in counts.items()}
@@ -486,7 +493,12 @@ def hidden_kinds(
         shared = sorted({kind for s in others for kind in left[s] & left[site]})
         for kind in map(str, rng.permutation(shared)):
             rest = left[site] - {kind}
-            if any(kind in left[s] for s in others) and len(rest) > 1 and len(hidden[site]) < len(shared) / 3 and all(left[s] & rest for s in others):
+            if (
+                any(kind in left[s] for s in others)
+                and len(rest) > 1
+                and len(hidden[site]) < len(shared) / 3
+                and all(left[s] & rest for s in others)
+            ):
                 left[site], hidden[site] = rest, (*hidden[site], kind)
     return hidden
 
@@ -540,7 +552,9 @@ def advice_from(
     for name, way in made.items():
         if name in right:
             d = right[best].astype(float) - right[name]
-            way = dataclasses.replace(way, behind=float(np.average(d, weights=weights)), error=standard_error(d, weights, groups))
+            way = dataclasses.replace(
+                way, behind=float(np.average(d, weights=weights)), error=standard_error(d, weights, groups)
+            )
         ways.append(way)
     ways.sort(key=lambda w: (w.rank, w.bytes))
     recommended = next(w.name for w in ways if w.as_good)

@@ -10,7 +10,7 @@ LayerNorm, projection and feed-forward act within a token: as they are in `quadr
     class      as key: e · v without turns.  as query: e · v, added up over all tokens by turns of 1, 2, 4, …
 
 q, k and v are too short for the noise of a switching key. v has a prime to spare, and is switched when it is longer by
-that (`under_s`). q and k have none: they are turned under their keys (`turns`), and what is switched are products, which
+that (`under_s`). q and k have none: they are turned under their keys (`turns`), and products are switched, which
 have the scale of z squared.
 
 P is a power of two; with fewer tokens the last places are empty. They hold a token without input, whose normalised
@@ -185,7 +185,7 @@ class GridHeads(SquaredHeads):
         return self.turned_back([sums[i * h : (i + 1) * h] for i in range(n)])
 
     def under_s(self, v: Cts, a: int, k: int) -> Cts:
-        """v turned by a, under s, at k primes, one less than it has.
+        """Values turned by a, under s, at k primes, one less than it has.
 
         v is as short as the noise of a switching key. So it is multiplied by the last prime, switched, and divided by
         it again: that noise becomes shorter by 28 bits, and the scale stays.
