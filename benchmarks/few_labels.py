@@ -6,8 +6,8 @@
 
 A provider has trained an encoder on the atlas of one study, or two. A hospital has cells of another study, and labels
 for a few of each type; it is scored on all its other cells of these types. Everything is in the clear: the numbers of
-the encoder that a hospital sees (taps) are those of the plain student with the flooding's noise, which are the encrypted
-ones to 1e-2. What is done with the taps needs no other hospital, as sums over sites need more labels than these.
+the encoder that a hospital sees (taps) are those of the plain student with the flooding's noise, which are
+the encrypted ones to 1e-2. Nothing is done with other hospitals: sums over sites need more labels than these.
 
 adapter         the adapter of `adapt-model` with its options of mode published, trained on the hospital's taps
 linear head     logistic regression on the taps, penalty by cross-validation on the labelled cells
