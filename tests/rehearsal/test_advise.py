@@ -168,9 +168,8 @@ def test_alone_a_classifier_and_a_space_that_is_there():
     assert plain["rule"] in str(found)
 
 
-def test_a_provider_and_sites_that_know_different_kinds():
-    """Labels of some kinds are held out as a whole, so alone falls behind; the provider's model is one of the ways."""
-    pytest.importorskip("torch")
+def test_sites_that_know_different_kinds():
+    """Labels of some kinds are held out as a whole where that is possible, and else alone is not evaluated."""
     sites = cl.demo_sites()
     kinds = sorted(set(sites["basel"].obs["cell_type"].astype(str)))
     for i, a in enumerate(sites.values()):
@@ -181,4 +180,4 @@ def test_a_provider_and_sites_that_know_different_kinds():
     assert any(found.hidden.values())
     assert "look like kinds that only others have labelled" in found.rule
     assert found.recommended == "train-classifier"
-    assert found.way("alone").accuracy < found.way("train-classifier").accuracy - 0.2
+    assert "it cannot name them alone" in found.way("alone").problem  # at vienna no kind can be held out

@@ -383,7 +383,7 @@ class Task:
             steps,
             int(sum(r.sum() for r in right.values())),
             self.count,
-            float(sum(w @ right[s] for s, w in self.weights.items())) / sum(w.sum() for w in self.weights.values()),
+            float(sum(w @ right[s] for s, w in self.weights.items()) / sum(w.sum() for w in self.weights.values())),
             {s: float(np.average(r, weights=self.weights[s])) for s, r in right.items() if len(r)},
             int(sum(c["bytes"] for run in runs for c in run.cost.values())),
             float(sum(c["cpu_seconds"] for run in runs for c in run.cost.values()))
