@@ -314,7 +314,7 @@ class Task:
         for i, (site, names) in enumerate(self.truth.items()):
             new = np.isin(names, self.hidden[site])
             self.held[site] = held_cells(names, held_out, np.random.default_rng([seed, i, 1])) | new
-            self.sites[site].obs[COLUMN] = np.where((names == "") | self.held[site], None, names)
+            self.sites[site].obs[COLUMN] = np.where((names == "") | self.held[site], np.array(None, object), names)
             self.weights[site] = weights_of(new[self.held[site]], self.share[site])
         self.labelled = sum(int((n != "").sum()) for n in self.truth.values())
         self.count = sum(int(h.sum()) for h in self.held.values())
@@ -536,7 +536,7 @@ def standard_error(difference: F64, weights: F64, groups: Array | None = None) -
     """Of the weighted mean of differences of pairs; of groups of cells (donors), where there are some."""
     parts = weights * (difference - np.average(difference, weights=weights))
     if groups is not None:
-        parts = np.bincount(np.unique(groups, return_inverse=True)[1], parts)
+        parts = np.bincount(np.unique(groups, return_inverse=True)[1], parts).astype(np.float64)
     return float(np.sqrt((parts**2).sum()) / weights.sum())
 
 
