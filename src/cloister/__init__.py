@@ -69,6 +69,7 @@ _PUBLIC = {
     "cellcnn_baselines": "papers.baselines.cellcnn",
     "propagation_baselines": "papers.baselines.propagation",
     "adaptation_baselines": "papers.baselines.adaptation",
+    "advise": "rehearsal.advise",
 } | {name: f"workflows.{name}.workflow" for name in _WORKFLOWS}
 _MODULES = ("pl", "pp", "tl")
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from cloister._version import __version__
 from cloister.cli import machines
+from cloister.cli.advise import advise
 from cloister.cli.console import as_is, err, explain_mode, explain_study, out, progress
 from cloister.cli.distil import distil
 from cloister.cli.new import new
@@ -131,6 +132,9 @@ app.command(
     context_settings=OPEN,
     epilog="Example:  cloister rehearse bin-values --data a=a.h5ad --data b=b.h5ad --data c=c.h5ad --out results",
 )(rehearse)
+
+
+app.command(epilog="Example:  cloister advise study.toml --data a=a.h5ad --data b=b.h5ad --data c=c.h5ad")(advise)
 
 
 # ---- after a run -----------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def _run(run: Record, i: int, baselines: Mapping[str, Rows], *, unfold: bool) ->
         _abort_box(abort, run) if abort is not None else _missing_box(run),
         *sections.findings(run),
         *sections.figures(run),
-        *((tag("h3", "Compared"), *against) if against else ()),
+        *((tag("h3", "Compared"), *against, *_provider_box(baselines.get(study.workflow))) if against else ()),
         short(run),
         *(tag("div", tag("p", "Note: ", note, "."), class_="box warn") for note in workflows.warnings_of(study)),
         _facts(run),
@@ -186,6 +186,17 @@ def _run(run: Record, i: int, baselines: Mapping[str, Rows], *, unfold: bool) ->
         _folded("Receipts", sections.receipts(run), unfold=unfold),
         aria_labelledby=f"run-{i}",
     )
+
+
+def _provider_box(rows: Rows | None) -> list[Html]:
+    """A warning if the table of `adapt-model` says that no provider is needed."""
+    from cloister.papers.baselines.adaptation import WITHOUT, without_provider
+
+    ways = {str(row["way"]): row for row in rows or () if isinstance(row, Mapping) and "way" in row}
+    if not {"together", *WITHOUT} <= ways.keys():
+        return []
+    warning = without_provider(ways)
+    return [tag("div", tag("p", "Note: ", warning, "."), class_="box warn")] if warning else []
 
 
 def _folded(title: str, content: Html, *, unfold: bool) -> Html:
