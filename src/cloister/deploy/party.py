@@ -187,6 +187,7 @@ class Turn:
                 self._save(done[-1], folder)  # whole, whatever becomes of this step
                 if (adata := done[-1].outcomes[kit.me].adata) is not None:
                     check_floors(kit.me, part, policy, adata)
+                    kit.admit_step(policy, part, adata)
                 return adata
             kit.check_approved(policy)
             adata = open_cells(kit, policy) if kit.role == "site" else None

@@ -20,14 +20,20 @@ WEAKER = ("semi-honest", "published")  # of one that hardened mode does not comp
 
 
 def option(
-    default: Any = dataclasses.MISSING, help: str = "", *, opens: bool = False, modes: tuple[str, ...] = ()
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    opens: bool = False,
+    modes: tuple[str, ...] = (),
+    drawn: bool = False,
 ) -> Any:
     """A field of a workflow's options, with the line that `cloister explain` prints about it.
 
     `opens`: it decides what is opened, so that a site's own floor must be met by the number that the study agreed on.
-    `modes`: the modes that have this option; every mode if empty.
+    `modes`: the modes that have this option; every mode if empty. `drawn`: it names a column of obs that only appears
+    in figures at the site, so its groups are in no sum.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "opens": opens, "modes": modes})
+    return dataclasses.field(default=default, metadata={"help": help, "opens": opens, "modes": modes, "drawn": drawn})
 
 
 def options_in(kind: type[Any], mode: str) -> tuple[dataclasses.Field[Any], ...]:
