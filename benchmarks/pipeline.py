@@ -3,6 +3,8 @@
     python benchmarks/pipeline.py clusters            cluster-cells beside Leiden on the pooled cells, k-means, alone
     python benchmarks/pipeline.py clusters --quick    blood every sixth cell
     python benchmarks/pipeline.py clusters --scale 50000      three sites of so many simulated cells
+    python benchmarks/pipeline.py map                 shared-map beside UMAP of the pooled cells, and alone
+    python benchmarks/pipeline.py map --scale 50000   three sites of so many simulated cells
     python benchmarks/pipeline.py markers             find-markers beside a t-test on the pooled cells, and alone
     python benchmarks/pipeline.py genes               choose-genes beside the same steps without caps, and alone
 
@@ -13,6 +15,9 @@ of two studies; glioblastoma of five patients; cytometry of one donor in three s
   ARI pooled   agreement with Leiden on the pooled integrated cells (the same graph: 15 neighbours, UMAP's weights,
                igraph), mean over six seeds; target 0.9 of the agreement between two seeds of that
   NMI, ARI     agreement with known types; target: not below pooled Leiden
+  recall       fraction of a cell's 15 (50) nearest cells of all sites in the joint space that are among the 15 (50)
+               nearest on the map, mean over 3000 cells; target 0.95 of pooled UMAP
+  same type    fraction of the 15 nearest cells on the map that are of the cell's type
 """
 
 from __future__ import annotations
@@ -127,7 +132,46 @@ def clusters(data, *, quick):
         row("each site alone, names do not meet", alone)
 
 
-def clusters_at_scale(cells):
+def maps(data, *, quick):
+    from cloister.models import leiden, umap_map
+
+    for name, cells in sets(data, quick=quick):
+        x = np.concatenate([a.obsm["X_integrated"] for a in cells.values()])
+        kinds = np.concatenate([a.obs["cell_type"].astype(str).to_numpy() for a in cells.values()])
+        some = np.random.default_rng(1).permutation(len(x))[:3000]
+        pooled = {}
+
+        def row(what, y, x=x, kinds=kinds, some=some, pooled=pooled):
+            found = {k: umap_map.recall(x, y, k, some) for k in (15, 50)}
+            of = ""
+            if pooled:
+                of = f" ({' and '.join(f'{found[k] / pooled[k]:.3f}' for k in found)} of pooled)"
+            near = leiden.nearest(y[some], y, 16)[0][:, 1:]
+            same = float(np.mean(kinds[near] == kinds[some][:, None]))
+            said = " ".join(f"recall {r:.3f} of {k}" for k, r in found.items())
+            print(f"  {what:28s} {said}{of}  same type {same:.3f}", flush=True)
+            return found
+
+        print(f"{name}: {len(x)} cells at {len(cells)} sites ({', '.join(str(a.n_obs) for a in cells.values())})")
+        pooled |= row("pooled UMAP, seed 0", umap_map.fitted(x, 15, 0.5, 0))
+        row("pooled UMAP, seed 1", umap_map.fitted(x, 15, 0.5, 1))
+        for seed in range(3):
+            began = time.perf_counter()
+            run = rehearse("shared-map", {p: a.copy() for p, a in cells.items()}, timeout=600, seed=seed)
+            took = time.perf_counter() - began
+            row(f"shared-map, seed {seed}", np.concatenate([a.obsm["X_shared_map"] for a in run.data.values()]))
+        said = run.results["coordinator"]
+        cost = [c for p, c in run.cost.items() if p != "coordinator"]
+        print(f"  {'':28s} {said['prototypes']} prototypes, {said['points']} points, {said['sums']} sums, "
+              f"{max(c['bytes'] for c in cost) / 1e6:.1f} MB sent and "
+              f"{max(c['cpu_seconds'] for c in cost):.1f} CPU-s a site, "
+              f"{took:.0f} s")  # fmt: skip
+        alone = [umap_map.fitted(a.obsm["X_integrated"], 15, 0.5, 0) + [1e3 * i, 0] for i, a in enumerate(cells.values())]
+        row("each site alone", np.concatenate(alone))
+        row("two principal components", umap_map.principal(x))
+
+
+def at_scale(what, cells):
     rng = np.random.default_rng(0)
     kinds, sites = rng.normal(0, 3, (15, 30)), {}
     for p in ("one", "two", "three"):
@@ -136,12 +180,13 @@ def clusters_at_scale(cells):
         a.uns["X_integrated"] = {"space": "x"}
         sites[p] = a
     began = time.perf_counter()
-    run = rehearse("cluster-cells", sites, timeout=600)
+    run = rehearse(what, sites, timeout=600)
     cost = run.cost["one"]
-    print(f"3 x {cells} cells: {time.perf_counter() - began:.0f} s, {cost['cpu_seconds']:.0f} CPU-s a site, "
+    found = run.results["coordinator"]
+    print(f"{what}, 3 x {cells} cells: {time.perf_counter() - began:.0f} s, {cost['cpu_seconds']:.0f} CPU-s a site, "
           f"{cost['bytes'] / 1e6:.1f} MB a site; "
           f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB for all parties together; "
-          f"{run.results['coordinator']['clusters']} clusters of 15 kinds")  # fmt: skip
+          f"{found.get('clusters', found['prototypes'])} {'clusters of 15 kinds' if 'clusters' in found else 'prototypes'}")  # fmt: skip
 
 
 def pooled_markers(x, library, kinds, wanted):
@@ -260,13 +305,15 @@ def genes(data):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["clusters", "markers", "genes"])
+    parser.add_argument("what", choices=["clusters", "map", "markers", "genes"])
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--scale", type=int, default=0)
     given = parser.parse_args()
     if given.scale:
-        clusters_at_scale(given.scale)
+        at_scale({"clusters": "cluster-cells", "map": "shared-map"}[given.what], given.scale)
+    elif given.what == "map":
+        maps(given.data, quick=given.quick)
     elif given.what != "clusters":
         {"markers": markers, "genes": genes}[given.what](given.data)
     else:

@@ -49,6 +49,7 @@ HOW_TO = (
         "embed",
         "cluster-cells",
         "find-markers",
+        "shared-map",
     ),
     *("find-outliers", "compare-groups"),
     "model-outcome",

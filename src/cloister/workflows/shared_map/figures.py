@@ -43,4 +43,4 @@ def shade(axis: Any, notes: Mapping[str, Any]) -> None:
     density, span = np.asarray(notes["density"]), np.asarray(notes["span"])
     seen = np.ma.masked_equal(np.log1p(1e4 * density.T), 0)
     axis.imshow(seen, origin="lower", extent=span.ravel(), aspect="auto", cmap="Greys", alpha=0.6, zorder=0)
-    axis.set(xlim=span[0], ylim=span[1], xlabel="UMAP 1", ylabel="UMAP 2")
+    axis.set(xlim=span[0], ylim=span[1], xlabel="shared map 1", ylabel="shared map 2")
