@@ -60,17 +60,33 @@ def hard(whole):
     return whole[keep].copy()
 
 
-def sets(data, *, quick):
+def sets(data, *, quick, only=()):
+    """Names and cells; `only` some of the sets."""
+    made = {"blood": blood_sets, "lung": lung_set, "glioblastoma": tumour_set, "cytometry": cytometry_set}
+    for name in ("blood",) if quick else only or made:
+        yield from made[name](data, quick)
+
+
+def blood_sets(data, quick):
     every = 6 if quick else 1
     blood = ad.read_h5ad(data / "scrna" / "pbmc_federation.h5ad")[::every].copy()
     yield "blood", integrated(blood.copy(), "batch", "cell_type", None)
     if quick:
         return
     yield "blood, hard", integrated(hard(blood), "batch", "cell_type", None)
+
+
+def lung_set(data, quick):
     lung = ad.read_h5ad(data / "scrna" / "lung_ts_vs_hlca.h5ad")
     yield "lung", integrated(lung, "study", "cell_type_coarse", "batch")
+
+
+def tumour_set(data, quick):
     tumour = ad.read_h5ad(data / "scrna" / "glioblastoma_panobinostat_zhao.h5ad")
     yield "glioblastoma", integrated(tumour, "patient_id", "annotation", None)
+
+
+def cytometry_set(data, quick):
     with np.load(data / "cytometry" / "levine32_h2.npz") as f:
         x, names = f["X"].astype(float), f["label"].astype(str)
     order = np.random.default_rng(0).permutation(len(x))[:15000]
@@ -132,10 +148,10 @@ def clusters(data, *, quick):
         row("each site alone, names do not meet", alone)
 
 
-def maps(data, *, quick):
+def maps(data, *, quick, only=()):
     from cloister.models import leiden, umap_map
 
-    for name, cells in sets(data, quick=quick):
+    for name, cells in sets(data, quick=quick, only=only):
         x = np.concatenate([a.obsm["X_integrated"] for a in cells.values()])
         kinds = np.concatenate([a.obs["cell_type"].astype(str).to_numpy() for a in cells.values()])
         some = np.random.default_rng(1).permutation(len(x))[:3000]
@@ -166,7 +182,8 @@ def maps(data, *, quick):
               f"{max(c['bytes'] for c in cost) / 1e6:.1f} MB sent and "
               f"{max(c['cpu_seconds'] for c in cost):.1f} CPU-s a site, "
               f"{took:.0f} s")  # fmt: skip
-        alone = [umap_map.fitted(a.obsm["X_integrated"], 15, 0.5, 0) + [1e3 * i, 0] for i, a in enumerate(cells.values())]
+        alone = [umap_map.fitted(a.obsm["X_integrated"], 15, 0.5, 0) for a in cells.values()]
+        alone = [y + np.array([1e3 * i, 0.0]) for i, y in enumerate(alone)]
         row("each site alone", np.concatenate(alone))
         row("two principal components", umap_map.principal(x))
 
@@ -183,10 +200,11 @@ def at_scale(what, cells):
     run = rehearse(what, sites, timeout=600)
     cost = run.cost["one"]
     found = run.results["coordinator"]
+    said = f"{found['clusters']} clusters of 15 kinds" if "clusters" in found else f"{found['prototypes']} prototypes"
     print(f"{what}, 3 x {cells} cells: {time.perf_counter() - began:.0f} s, {cost['cpu_seconds']:.0f} CPU-s a site, "
           f"{cost['bytes'] / 1e6:.1f} MB a site; "
           f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB for all parties together; "
-          f"{found.get('clusters', found['prototypes'])} {'clusters of 15 kinds' if 'clusters' in found else 'prototypes'}")  # fmt: skip
+          f"{said}")  # fmt: skip
 
 
 def pooled_markers(x, library, kinds, wanted):
@@ -308,12 +326,13 @@ def main():
     parser.add_argument("what", choices=["clusters", "map", "markers", "genes"])
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", nargs="*", default=(), help="sets of `map`: blood, lung, glioblastoma, cytometry")
     parser.add_argument("--scale", type=int, default=0)
     given = parser.parse_args()
     if given.scale:
         at_scale({"clusters": "cluster-cells", "map": "shared-map"}[given.what], given.scale)
     elif given.what == "map":
-        maps(given.data, quick=given.quick)
+        maps(given.data, quick=given.quick, only=given.only)
     elif given.what != "clusters":
         {"markers": markers, "genes": genes}[given.what](given.data)
     else:

@@ -251,7 +251,8 @@ def shared_map() -> Figure:
     x = np.concatenate([a.obsm["X_integrated"] for a in moved.values()])
     ours = umap_map.recall(x, np.concatenate([run.data[p].obsm["X_shared_map"] for p in moved]), 50)
     pooled = umap_map.recall(x, umap_map.fitted(x, 15, 0.5, 0), 50)
-    kinds = sorted({kind for a in run.data.values() for kind in a.obs["cell_type"].astype(str)})
+    every = np.concatenate([a.obs["cell_type"].astype(str) for a in run.data.values()])
+    kinds = sorted(sorted({*every}, key=lambda kind: -np.sum(every == kind))[: len(COLOURS)])
     with canvas(3, width=10.4, height=3.0) as c:
         for axis, (p, a) in zip(c.axes, run.data.items(), strict=True):
             points(axis, a.obsm["X_shared_map"], a.obs["cell_type"].astype(str), kinds, title=f"{p}, {a.n_obs} cells")

@@ -159,7 +159,7 @@ def shared_map(story: Story, tell: Tell) -> Played:
     def kept(y: Any) -> float:
         return umap_map.recall(whole, y, 15)
 
-    apart = [umap_map.fitted(y, 15, 0.5, 0) + [1e3 * i, 0.0] for i, y in enumerate(x.values())]
+    apart = [umap_map.fitted(y, 15, 0.5, 0) + np.array([1e3 * i, 0.0]) for i, y in enumerate(x.values())]
     together = kept(np.concatenate([run.data[p].obsm["X_shared_map"] for p in x]))
     figures = percent(kept(np.concatenate(apart)), together, kept(umap_map.fitted(whole, 15, 0.5, 0)))
     leak = attacks.own_center(sent, x)

@@ -53,7 +53,9 @@ class SharedMap:
         check_space(adata, self.use_rep, self.source)
         x = cells.embedding(adata, self.use_rep)
         if x.shape[1] != self.points.shape[1]:
-            raise DataError(f"adata.obsm[{self.use_rep!r}] has {x.shape[1]} columns; the run had {self.points.shape[1]}")
+            raise DataError(
+                f"adata.obsm[{self.use_rep!r}] has {x.shape[1]} columns; the run had {self.points.shape[1]}"
+            )
         self.write(adata, key_added, placed := umap_map.place(x, self.points, self.positions))
         return placed
 

@@ -1,8 +1,8 @@
 """A common map: all sites' cells in two dimensions, the same at every site, by UMAP of shared prototypes.
 
     L1   u, S    shared prototypes              size, mean and variance of many small groups (`shared_prototypes`)
-    L2   u, S    M points                       drawn from the prototypes with the study's seed, `TIMES` as many as
-                                                cells, at most `MOST`: x = mean + deviation · e, e normal
+    L2   u, S    M points                       drawn from the prototypes with the study's seed, as many as cells, at
+                                                most `MOST`: x = mean + deviation · e, e normal
     L3   S ⇒ u   y, a position for each point   UMAP of the points
     L4   u       abort unless R(y) ≥ `PART` · R(p)      R: fraction of neighbours in the space that are neighbours in
                                                 the map, of `SAMPLE` points that u draws in secret; p: the first two
@@ -56,7 +56,7 @@ from cloister.workflows.cluster_cells.shared_prototypes import Cells, Prototypes
 from cloister.workflows.common.opened_sums import add_costs
 
 NAME = "common_map"
-TIMES, MOST, LEAST = 3, 12_000, 6  # points: per cell, at most, at least
+MOST, LEAST = 12_000, 6  # points
 PART = 1 / 3  # of the neighbours that principal components keep
 SAMPLE = 500
 FARTHEST = 1e6  # of a position
@@ -121,7 +121,7 @@ def cost(
 
 def drawn(params: Params, found: Prototypes) -> F64:
     """L2, rounded as the saved model has them, so that a cell has the same place now and later."""
-    points = leiden.drawn(TIMES * found.cells, found.mean, found.variance, MOST, params.seed)
+    points = leiden.drawn(found.cells, found.mean, found.variance, MOST, params.seed)
     if len(points) < LEAST:
         raise ProtocolAbort(NAME, "L2", "too-few-cells", f"{len(points)} points; no map")
     rounded: F64 = points.astype(np.float32).astype(np.float64)
@@ -137,8 +137,7 @@ def check_map(params: Params, points: F64, y: F64, entropy: Entropy) -> None:
     """L4."""
     if y.shape != (len(points), 2) or not np.all(np.abs(y) <= FARTHEST):
         raise ProtocolAbort(NAME, "L4", "positions", "not one position in two dimensions for each point")
-    rng = np.random.default_rng(entropy.uint64(2))
-    some = rng.permutation(len(points))[:SAMPLE]
+    some = np.argsort(entropy.uint64(len(points)))[:SAMPLE]
     kept, least = (umap_map.recall(points, z, params.n_neighbors, some) for z in (y, umap_map.principal(points)))
     if kept < PART * least:
         raise ProtocolAbort(NAME, "L4", "neighbours", "the map keeps fewer neighbours than principal components would")

@@ -35,7 +35,9 @@ class Options:
     min_donors: int = option(
         3, "smallest number of a site's own donors behind any opened number, with donor_key", opens=True
     )
-    label_key: str = option("cell_type", "column of obs that colours own cells in the figures, if it exists", drawn=True)
+    label_key: str = option(
+        "cell_type", "column of obs that colours own cells in the figures, if it exists", drawn=True
+    )
     key_added: str = option("X_shared_map", "name in obsm and uns")
 
     def __post_init__(self) -> None:
@@ -123,7 +125,8 @@ def check(adata: AnnData, options: Options) -> list[str]:
         donors = cells.donor_codes(adata, options.donor_key)
         if len(np.unique(donors)) < options.min_donors:
             notes.append(
-                f"fewer than min_donors = {options.min_donors} donors here: this site adds nothing, and receives the map"
+                f"fewer than min_donors = {options.min_donors} donors here: this site adds nothing, and receives the"
+                " map"
             )
     if len(x) < options.min_cells:
         notes.append(
