@@ -5,6 +5,7 @@
     python benchmarks/pipeline.py clusters --scale 50000      three sites of so many simulated cells
     python benchmarks/pipeline.py map                 shared-map beside UMAP of the pooled cells, and alone
     python benchmarks/pipeline.py map --scale 50000   three sites of so many simulated cells
+    python benchmarks/pipeline.py again               at which sites a second clustering of the same cells may be summed
     python benchmarks/pipeline.py markers             find-markers beside a t-test on the pooled cells, and alone
     python benchmarks/pipeline.py genes               choose-genes beside the same steps without caps, and alone
 
@@ -188,6 +189,38 @@ def maps(data, *, quick, only=()):
         row("two principal components", umap_map.principal(x))
 
 
+def again(data, *, quick, only=()):
+    """Sums by cluster after one run of cluster-cells, then after another: whether the sites answer the second time."""
+    import tempfile
+
+    from cloister.deploy.approval.differencing import AnsweredCells
+    from cloister.disclosure import Thresholds
+    from cloister.errors import RefusedError
+
+    for name, cells in sets(data, quick=quick, only=only):
+        first = rehearse("cluster-cells", {p: a.copy() for p, a in cells.items()}, timeout=600).data
+        print(f"{name}: {len(cells)} sites of {', '.join(str(a.n_obs) for a in cells.values())} cells")
+        for what, options in (
+            ("the same study", {}),
+            ("another seed", {"seed": 1}),
+            ("resolution 0.8", {"resolution": 0.8}),
+            ("resolution 2", {"resolution": 2.0}),
+        ):
+            other = rehearse("cluster-cells", {p: a.copy() for p, a in cells.items()}, timeout=600, **options).data
+            refused = []
+            for p, a in first.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    answered, bare = AnsweredCells(Path(folder)), ad.AnnData(obs=a.obs[[]].copy())
+                    answered.admit(bare, p, None, "first")
+                    for key, source in (("first", a), ("second", other[p])):
+                        bare.obs[key] = source.obs["cluster"].astype(str)
+                        try:
+                            answered.admit_step(bare, p, key, Thresholds(), [key], [key])
+                        except RefusedError:
+                            refused.append(p)
+            print(f"  {what:16s} refused at {len(refused)} of {len(cells)} sites", flush=True)
+
+
 def at_scale(what, cells):
     rng = np.random.default_rng(0)
     kinds, sites = rng.normal(0, 3, (15, 30)), {}
@@ -323,16 +356,18 @@ def genes(data):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["clusters", "map", "markers", "genes"])
+    parser.add_argument("what", choices=["clusters", "again", "map", "markers", "genes"])
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", nargs="*", default=(), help="sets of `map`: blood, lung, glioblastoma, cytometry")
+    parser.add_argument(
+        "--only", nargs="*", default=(), help="sets of `map` and `again`: blood, lung, glioblastoma, cytometry"
+    )
     parser.add_argument("--scale", type=int, default=0)
     given = parser.parse_args()
     if given.scale:
         at_scale({"clusters": "cluster-cells", "map": "shared-map"}[given.what], given.scale)
-    elif given.what == "map":
-        maps(given.data, quick=given.quick, only=given.only)
+    elif given.what in ("map", "again"):
+        {"map": maps, "again": again}[given.what](given.data, quick=given.quick, only=given.only)
     elif given.what != "clusters":
         {"markers": markers, "genes": genes}[given.what](given.data)
     else:

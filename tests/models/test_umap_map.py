@@ -47,6 +47,17 @@ def test_a_cell_has_its_place_whoever_comes_with_it(points, monkeypatch):
     np.testing.assert_allclose(together, umap_map.place(cells, x, y), atol=1e-9)
 
 
+def test_own_cells_draw_each_other_and_stay_on_the_map(points, monkeypatch):
+    x, y, _ = points
+    cells = x + np.random.default_rng(3).normal(0, 0.3, x.shape)
+    alone, drawn = (umap_map.place(cells, x, y, 60, own) for own in (0, 10))
+    assert umap_map.recall(cells, drawn, 10) > umap_map.recall(cells, alone, 10)
+    assert np.linalg.norm(drawn - alone, axis=1).max() < 2.0
+    monkeypatch.setattr(umap_map, "MOST_OWN", 299)
+    np.testing.assert_array_equal(umap_map.place(cells, x, y, 60, 10), alone)
+    np.testing.assert_array_equal(umap_map.place(cells[:4], x, y, 60, 10), umap_map.place(cells[:4], x, y, 60))
+
+
 def test_a_few_points_that_are_all_alike_give_finite_places():
     placed = umap_map.place(np.ones((3, 2)), np.ones((7, 2)), np.zeros((7, 2)))
     np.testing.assert_array_equal(placed, 0.0)

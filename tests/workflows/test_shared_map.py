@@ -101,7 +101,8 @@ def test_the_saved_map_places_new_cells_as_the_run_did(run, sites, tmp_path):
     again = cl.load_model(path)
     assert isinstance(again, SharedMap)
     a = sites["basel"].copy()
-    np.testing.assert_array_equal(again.place(a), run.data["basel"].obsm["X_shared_map"])
+    np.testing.assert_array_equal(again.place(a, own_neighbors=15), run.data["basel"].obsm["X_shared_map"])
+    again.place(a)
     some = sites["basel"][:7].copy()
     np.testing.assert_allclose(again.place(some, key_added="m"), a.obsm["X_shared_map"][:7], atol=1e-9)
     assert again.origin["sites"] == ["basel", "lugano", "vienna"]
@@ -171,6 +172,7 @@ def test_a_site_with_few_cells_or_donors_receives_the_map(sites, flat):
         (lambda a: None, {"donor_key": "person"}, DataError, "person"),
         (lambda a: None, {"min_dist": -0.1}, ParameterError, "min_dist"),
         (lambda a: None, {"n_neighbors": 1}, ParameterError, "n_neighbors"),
+        (lambda a: None, {"own_neighbors": -1}, ParameterError, "own_neighbors"),
         (lambda a: None, {"n_prototypes": 1}, ParameterError, "n_prototypes"),
         (lambda a: None, {"min_cells": 1}, ParameterError, "min_cells"),
         (lambda a: None, {"min_donors": 1}, ParameterError, "min_donors"),

@@ -8,7 +8,9 @@
     density    shares of the points in the places of a grid
 
 The mean alone lies between two parts of a map where a cell's neighbours are in both. The maximum is at the larger part.
-The same cell has the same place at every site and in every later call: nothing is random, and other cells do not count.
+Nothing is random. With `own` neighbours, after `ALONE` steps the cells that are placed together draw each other as
+well, with `PULL` of the weight of the points, as edges between cells do in UMAP. Without them a cell has the same place at
+every site and in every later call, whoever comes with it.
 
 References
 ----------
@@ -26,8 +28,10 @@ from cloister.arrays import F64, I64
 from cloister.errors import MissingExtra
 from cloister.models import leiden
 
-STEPS = 30
+STEPS, ALONE = 30, 10
 NEAREST = 60  # points that place a cell
+PULL = 0.3
+MOST_OWN = 20_000  # cells that draw each other; among more, neighbours take minutes to find
 BLOCK = 20_000  # cells at a time
 
 
@@ -63,19 +67,44 @@ def principal(points: F64) -> F64:
     return flat
 
 
-def place(x: F64, points: F64, positions: F64, k: int = NEAREST) -> F64:
-    """Positions of cells, (n, 2)."""
-    placed = np.empty((len(x), positions.shape[1]))
-    for start in range(0, len(x), BLOCK):
-        some = slice(start, start + BLOCK)
-        at, far = leiden.nearest(x[some], points, k)
-        weight, near = leiden.memberships(far, far.shape[1], apart=True), positions[at]
-        y = (weight[:, :, None] * near).sum(axis=1) / weight.sum(axis=1, keepdims=True)
-        for _ in range(STEPS):
-            pull = weight / np.square(1.0 + np.square(near - y[:, None]).sum(axis=2))
-            y = (pull[:, :, None] * near).sum(axis=1) / pull.sum(axis=1, keepdims=True)
-        placed[some] = y
+def place(x: F64, points: F64, positions: F64, k: int = NEAREST, own: int = 0) -> F64:
+    """Positions of cells, (n, 2); `own` nearest cells draw each cell as well, unless these are more than `MOST_OWN`."""
+    at, weight = _near(x, points, k)
+    placed = np.concatenate([
+        (weight[some, :, None] * positions[at[some]]).sum(axis=1) for some in _blocks(len(x))
+    ] or [np.zeros((0, 2))])  # fmt: skip
+    friends = _near(x, x, own, itself=True) if 0 < own < len(x) <= MOST_OWN else None
+    for step in range(STEPS):
+        before = placed.copy()
+        for some in _blocks(len(x)):
+            y, mass = _pulled(before[some], positions[at[some]], weight[some])
+            if friends is not None and step >= ALONE:
+                z, more = _pulled(before[some], before[friends[0][some]], PULL * friends[1][some])
+                y, mass = y + z, mass + more
+            placed[some] = y / mass
     return placed
+
+
+def _blocks(n: int) -> list[slice]:
+    return [slice(start, start + BLOCK) for start in range(0, n, BLOCK)]
+
+
+def _near(x: F64, among: F64, k: int, *, itself: bool = False) -> tuple[I64, F64]:
+    """The k nearest and their weights, which add up to 1 for each cell; `itself`: x are among them, and left out."""
+    if itself:
+        at = _others(x, x, np.arange(len(x)), k)
+        far = np.concatenate([
+            np.sqrt(np.square(x[some, None] - x[at[some]]).sum(axis=2)) for some in _blocks(len(x))
+        ])  # fmt: skip
+    else:
+        at, far = leiden.nearest(x, among, k)
+    weight = leiden.memberships(far, far.shape[1], apart=True) if len(x) else far
+    return at, weight / weight.sum(axis=1, keepdims=True)
+
+
+def _pulled(y: F64, near: F64, weight: F64) -> tuple[F64, F64]:
+    pull = weight / np.square(1.0 + np.square(near - y[:, None]).sum(axis=2))
+    return (pull[:, :, None] * near).sum(axis=1), pull.sum(axis=1, keepdims=True)
 
 
 def recall(x: F64, y: F64, k: int, among: I64 | None = None) -> float:

@@ -136,7 +136,12 @@ def test_a_coordinator_that_sends_another_map_ends_the_run(monkeypatch, change, 
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"n_neighbors": 1}, "n_neighbors"), ({"n_neighbors": 201}, "n_neighbors"), ({"min_dist": 1.5}, "min_dist")],
+    [
+        ({"n_neighbors": 1}, "n_neighbors"),
+        ({"n_neighbors": 201}, "n_neighbors"),
+        ({"min_dist": 1.5}, "min_dist"),
+        ({"own_neighbors": -1}, "own_neighbors"),
+    ],
 )
 def test_parameters(options, says):
     with pytest.raises(ParameterError, match=says):

@@ -45,10 +45,11 @@ class SharedMap:
         if not np.all(np.isfinite(self.points)) or not np.all(np.isfinite(self.positions)):
             raise DataError("points or positions of this map are not finite")
 
-    def place(self, adata: AnnData, *, key_added: str = "X_shared_map") -> F64:
-        """Place cells on the map, each by itself: `adata.obsm[key_added]` of two columns, and notes in `uns`.
+    def place(self, adata: AnnData, *, own_neighbors: int = 0, key_added: str = "X_shared_map") -> F64:
+        """Place cells on the map: `adata.obsm[key_added]` of two columns, and notes in `uns`. Nothing is sent.
 
-        The cells have to be in the space of the run, `adata.obsm[model.use_rep]`. Nothing is sent.
+        The cells have to be in the space of the run, `adata.obsm[model.use_rep]`. By default each is placed by itself;
+        with `own_neighbors`, as many nearest cells of `adata` draw it as well, as in the run.
         """
         check_space(adata, self.use_rep, self.source)
         x = cells.embedding(adata, self.use_rep)
@@ -56,7 +57,7 @@ class SharedMap:
             raise DataError(
                 f"adata.obsm[{self.use_rep!r}] has {x.shape[1]} columns; the run had {self.points.shape[1]}"
             )
-        self.write(adata, key_added, placed := umap_map.place(x, self.points, self.positions))
+        self.write(adata, key_added, placed := umap_map.place(x, self.points, self.positions, own=own_neighbors))
         return placed
 
     def write(self, adata: AnnData, key: str, placed: F64) -> None:

@@ -7,7 +7,7 @@
     L4   u       abort unless R(y) ≥ `PART` · R(p)      R: fraction of neighbours in the space that are neighbours in
                                                 the map, of `SAMPLE` points that u draws in secret; p: the first two
                                                 principal components of the points
-    L5   u       a position for each cell of u  from its nearest points alone (`models.umap_map.place`)
+    L5   u       a position for each cell of u  from its nearest points, and own nearest cells (`models.umap_map.place`)
     L6   u, S    all sites received the same broadcasts        (same_view)
 
 S sends the positions because UMAP of two machines differs in rounding, and then ends differently. Positions of cells
@@ -68,12 +68,16 @@ class Params:
     n_neighbors: int = 15  # of UMAP
     min_dist: float = 0.5  # of UMAP
     seed: int = 0
+    own_neighbors: int = 15  # own cells that draw a cell in L5
 
     def __post_init__(self) -> None:
         if not 2 <= self.n_neighbors <= 200:
             raise ParameterError(f"n_neighbors must be from 2 to 200, found {self.n_neighbors}")
         if not 0 <= self.min_dist <= 1:
             raise ParameterError(f"min_dist must be from 0 to 1, found {self.min_dist}")
+
+        if not 0 <= self.own_neighbors <= 200:
+            raise ParameterError(f"own_neighbors must be from 0 to 200, found {self.own_neighbors}")
 
     @property
     def view(self) -> consistency_check.Params:
@@ -100,7 +104,7 @@ def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Map]:
     points = drawn(params, found)
     y = fitted(params, points)
     hub = {params.base.coordinator: Map(found, points, y, np.zeros((0, 2)))}
-    return {u: Map(found, points, y, umap_map.place(mine.x, points, y)) for u, mine in xs.items()} | hub
+    return {u: Map(found, points, y, placed(params, mine, points, y)) for u, mine in xs.items()} | hub
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -143,6 +147,11 @@ def check_map(params: Params, points: F64, y: F64, entropy: Entropy) -> None:
         raise ProtocolAbort(NAME, "L4", "neighbours", "the map keeps fewer neighbours than principal components would")
 
 
+def placed(params: Params, mine: Cells, points: F64, y: F64) -> F64:
+    """L5."""
+    return umap_map.place(mine.x, points, y, own=params.own_neighbors)
+
+
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +165,7 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
     ch.step(f"map of {len(points)} points", protocol=NAME, line="L4")
     check_map(params, points, y, entropy)  # L4
     await consistency_check.site(ch, params.view, identity=identity)  # L6
-    return Map(found, points, y, umap_map.place(mine.x, points, y))  # L5
+    return Map(found, points, y, placed(params, mine, points, y))  # L5
 
 
 async def coordinator(ch: Channel, params: Params) -> Map:

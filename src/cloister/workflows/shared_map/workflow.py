@@ -29,6 +29,9 @@ class Options:
     use_rep: str = option("X_integrated", "embedding in obsm, one space for all sites")
     n_neighbors: int = option(15, "neighbours of a point in UMAP, as in scanpy: more show larger structure")
     min_dist: float = option(0.5, "smallest distance of points in UMAP, 0 to 1, as in scanpy")
+    own_neighbors: int = option(
+        15, "own nearest cells that draw a cell, at sites of 20,000 cells or fewer; 0: the map alone places it"
+    )
     n_prototypes: int = option(1000, "largest number of prototypes")
     min_cells: int = option(10, "smallest number of a site's own cells behind any opened number", opens=True)
     donor_key: str | None = option(None, "column of obs with donors; without it, cells are counted")
@@ -45,6 +48,8 @@ class Options:
             raise ParameterError(f"option 'n_neighbors' must be from 2 to 200, found {self.n_neighbors}")
         if not 0 <= self.min_dist <= 1:
             raise ParameterError(f"option 'min_dist' must be from 0 to 1, found {self.min_dist}")
+        if not 0 <= self.own_neighbors <= 200:
+            raise ParameterError(f"option 'own_neighbors' must be from 0 to 200, found {self.own_neighbors}")
         if not 2 <= self.n_prototypes <= 10_000:
             raise ParameterError(f"option 'n_prototypes' must be from 2 to 10000, found {self.n_prototypes}")
         if self.min_cells < 2:
@@ -100,7 +105,7 @@ def params_of(session: Session, options: Options) -> common_map.Params:
     base = shared_prototypes.Params(
         session.sites, session.coordinator, options.use_rep, options.n_prototypes, options.min_cells, options.min_donors
     )
-    return common_map.Params(base, options.n_neighbors, options.min_dist, session.study.seed)
+    return common_map.Params(base, options.n_neighbors, options.min_dist, session.study.seed, options.own_neighbors)
 
 
 def model_of(session: Session, options: Options, found: Map, source: str) -> SharedMap:
