@@ -106,14 +106,10 @@ def measure(*, quick: bool) -> dict:
     import anndata as ad
 
     from cloister.cells.files import write_cells
+    from cloister.deploy.control_socket import run_study
     from cloister.deploy.kit import Kit
     from cloister.deploy.party import Ended
     from cloister.deploy.provision import provision
-
-    try:
-        from cloister.deploy.control_socket import run_study
-    except ImportError:  # before there was a carrier
-        from cloister.deploy.control_socket import run_study
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -161,8 +157,9 @@ def _wait_for_services(kits: Iterable[Path]) -> None:
 
 
 def measure_in(source: Path, *, quick: bool) -> dict:
-    """`measure` in a process of its own, with the package at `source`."""
-    words = [sys.executable, __file__, "--measure", *(["--quick"] if quick else [])]
+    """`measure` in a process of its own, with the package at `source` and the script of the same commit."""
+    script = source.parent / "benchmarks" / "flare_link.py"
+    words = [sys.executable, str(script), "--measure", *(["--quick"] if quick else [])]
     env = {**os.environ, "PYTHONPATH": str(source)}
     done = subprocess.run(words, env=env, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])

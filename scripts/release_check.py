@@ -58,6 +58,8 @@ def inconsistencies() -> list[str]:
     for name, found in versions.items():
         if found is None or found[1] != now:
             wrong.append(f"{name}: expected version {now}, found {found and found[1]}")
+    if not re.search(r"^Write to \S*(@|CONTACT-NOT-SET)", text_of("SECURITY.md"), re.MULTILINE):
+        wrong.append("SECURITY.md: expected 'Write to' and an address for private reports, or its placeholder")
     meta = json.loads(text_of("codemeta.json"))
     if meta["version"] != now or meta["description"] != project["description"]:
         wrong.append(f"codemeta.json: expected version {now} and the description of pyproject.toml")

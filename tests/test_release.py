@@ -31,6 +31,7 @@ def test_a_contradiction_is_found(tmp_path):
         (tmp_path / name).write_text((ROOT / name).read_text().replace("msgpack >", "msgpackk >"))
     (tmp_path / "src" / "cloister" / "_version.py").write_text('__version__ = "9.9"\n')
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n")
+    (tmp_path / "SECURITY.md").write_text("Write to the maintainers in private.\n")
     (tmp_path / ".github" / "workflows").mkdir(parents=True)
     (tmp_path / ".github" / "workflows" / "x.yml").write_text("      - uses: actions/checkout@v5\n")
     check = CHECK["inconsistencies"]
@@ -39,7 +40,7 @@ def test_a_contradiction_is_found(tmp_path):
         wrong = "\n".join(check())
     finally:
         check.__globals__["ROOT"] = before
-    for word in ("CITATION.cff", "codemeta.json", "CHANGELOG.md", "msgpack", "actions/checkout@v5"):
+    for word in ("CITATION.cff", "codemeta.json", "CHANGELOG.md", "SECURITY.md", "msgpack", "actions/checkout@v5"):
         assert word in wrong
 
 

@@ -420,3 +420,23 @@ def test_cells_must_not_lie_where_the_carrier_may_read(goods, monkeypatch):
     monkeypatch.setattr(sandbox, "readable_code", lambda: [kit.path.parent])
     with pytest.raises(ParameterError, match="which the carrier may read"):
         ready.check_ready(kit)
+
+
+def test_a_carrier_may_start_before_its_service(tmp_path):
+    """As in two containers that start together."""
+    shown, found = tmp_path / "carrier.sock", []
+    waiting = threading.Thread(target=lambda: found.append(sandbox._open_pipe(str(shown), patience=30)))
+    waiting.start()
+    time.sleep(0.3)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(shown))
+        server.listen()
+        ours, _ = server.accept()
+        waiting.join(30)
+        found[0].close()
+        ours.close()
+
+
+def test_a_carrier_without_a_service_says_so_in_one_sentence(tmp_path):
+    with pytest.raises(SystemExit, match=r"no service listens at .*carrier\.sock after 0 s; is it running\?"):
+        sandbox._open_pipe(str(tmp_path / "carrier.sock"), patience=0.1)

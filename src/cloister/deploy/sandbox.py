@@ -42,6 +42,7 @@ import struct
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -422,13 +423,23 @@ def open_listener(host: str, port: int, at: Sequence[Any] | None = None) -> sock
     return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
 
 
-def _open_pipe(where: str) -> Pipe:
-    """The inherited socket, by its number; or the service's, by its path."""
+def _open_pipe(where: str, patience: float = 60.0) -> Pipe:
+    """The inherited socket, by its number; or the service's, by its path. The service may start after this process."""
     if where.isdigit():
         return Pipe(socket.socket(fileno=int(where)))
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(where)
-    return Pipe(sock)
+    end = time.monotonic() + patience
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(where)
+            return Pipe(sock)
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+            if time.monotonic() > end:
+                raise SystemExit(f"no service listens at {where} after {patience:.0f} s; is it running?") from None
+        except PermissionError:
+            raise SystemExit(f"user {os.getuid()} may not connect to {where}; is it in the socket's group?") from None
+        time.sleep(0.2)
 
 
 def main() -> None:
