@@ -5,6 +5,7 @@
     python benchmarks/pipeline.py clusters --scale 50000      three sites of so many simulated cells
     python benchmarks/pipeline.py map                 shared-map beside UMAP of the pooled cells, and alone
     python benchmarks/pipeline.py map --scale 50000   three sites of so many simulated cells
+    python benchmarks/pipeline.py template --scale 100000     the template `atlas` on so many simulated cells at 3 sites
     python benchmarks/pipeline.py again               at which sites a second clustering of the same cells may be summed
     python benchmarks/pipeline.py markers             find-markers beside a t-test on the pooled cells, and alone
     python benchmarks/pipeline.py genes               choose-genes beside the same steps without caps, and alone
@@ -240,6 +241,39 @@ def at_scale(what, cells):
           f"{said}")  # fmt: skip
 
 
+def template(cells):
+    """The study that `cloister new study --template atlas` writes, on simulated counts of 2500 genes."""
+    import scipy.sparse
+
+    from cloister.cli.new import study_of
+    from cloister.study import parse_study
+
+    rng, genes, sites = np.random.default_rng(0), 2500, {}
+    rates = rng.gamma(0.3, 1.0, genes) * np.exp(rng.normal(0, 0.7, (15, genes)))
+    rates *= 400 / rates.sum(axis=1, keepdims=True)
+    for p in ("basel", "lugano", "vienna"):
+        kind = rng.integers(0, 15, cells // 3)
+        shift = np.exp(rng.normal(0, 0.2, genes))  # of the site
+        parts = [scipy.sparse.csr_matrix(rng.poisson(rates[k] * shift).astype(np.float32))
+                 for k in np.array_split(kind, len(kind) // 1000 + 1)]  # fmt: skip
+        a = ad.AnnData(scipy.sparse.vstack(parts).tocsr())
+        a.var_names, a.obs_names = [f"G{i}" for i in range(genes)], [f"{p}{i}" for i in range(len(kind))]
+        a.obs["cell_type"] = [f"kind {k}" for k in kind]
+        sites[p] = a
+    began = time.perf_counter()
+    text = study_of("atlas", []).replace("seed = 0", "seed = 0\ntimeout = 3000.0")
+    series = rehearse(parse_study(text), sites)
+    series.check()
+    took = time.perf_counter() - began
+    for name, run in series.runs.items():
+        cost = [c for p, c in run.cost.items() if p != "coordinator"]
+        each = [max(c[what] for c in cost) for what in ("cpu_seconds", "bytes")]
+        print(f"  {name:14s} {max(c['seconds'] for c in run.cost.values()):5.0f} s, "
+              f"{each[0]:5.0f} CPU-s and {each[1] / 1e6:6.1f} MB a site", flush=True)  # fmt: skip
+    print(f"template atlas, 3 x {cells // 3} cells: {took:.0f} s; "
+          f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB for all parties together")  # fmt: skip
+
+
 def pooled_markers(x, library, kinds, wanted):
     """Genes by falling Welch t of each label against the rest, as scanpy's rank_genes_groups with a t-test."""
     import scipy.sparse
@@ -356,7 +390,7 @@ def genes(data):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["clusters", "again", "map", "markers", "genes"])
+    parser.add_argument("what", choices=["clusters", "template", "again", "map", "markers", "genes"])
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument(
@@ -364,7 +398,9 @@ def main():
     )
     parser.add_argument("--scale", type=int, default=0)
     given = parser.parse_args()
-    if given.scale:
+    if given.what == "template":
+        template(given.scale or 100_000)
+    elif given.scale:
         at_scale({"clusters": "cluster-cells", "map": "shared-map"}[given.what], given.scale)
     elif given.what in ("map", "again"):
         {"map": maps, "again": again}[given.what](given.data, quick=given.quick, only=given.only)
