@@ -531,6 +531,46 @@ def absent_types(sites, query, label_key, use_rep, least=15):
         )
 
 
+def absent_in_studies(data, shares=(0.9, 0.95, 0.98), least=15):
+    """Each type in turn is taken from the references, with each site as querier, in both spaces of three studies."""
+    import integration
+
+    from cloister import rehearse
+    from cloister.disclosure import Thresholds
+    from cloister.errors import ProtocolAbort
+    from cloister.workflows.map_labels.reference_distances import Params, contribution, threshold
+
+    def nearest(a, b):
+        return np.sqrt(((a**2).sum(1)[:, None] - 2 * a @ b.T + (b**2).sum(1)).min(1).clip(0))
+
+    print("\nstudies, every type absent in turn, every site as querier: means over types")
+    for name, sites, batch, label, space in integration.studies(Path(data), quick=True):
+        if name not in ("pbmc_federation", "lung_ts_vs_hlca", "glioblastoma_panobinostat_zhao"):
+            continue
+        cells = rehearse("shared-pca", sites, timeout=900, **space).data
+        cells = rehearse("integrate", cells, seed=0, timeout=900, batch_key=batch).data
+        y = {s: a.obs[label].astype(str).to_numpy() for s, a in cells.items()}
+        for use_rep, share in ((r, s) for r in ("X_shared_pca", "X_integrated") for s in shares):
+            x, rows = {s: np.asarray(a.obsm[use_rep], float) for s, a in cells.items()}, []
+            bound = max(float(np.linalg.norm(v, axis=1).max()) for v in x.values())
+            for query in cells:
+                others = tuple(s for s in cells if s != query)
+                params = Params(query, others, "coordinator", bound, share)
+                for kind in [n for n in np.unique(y[query]) if np.count_nonzero(y[query] == n) >= least]:
+                    kept = {s: x[s][y[s] != kind] for s in others}
+                    curves = [contribution(params, r, Thresholds()).values for r in kept.values()]
+                    try:
+                        far = nearest(x[query], np.concatenate(list(kept.values()))) > threshold(params, sum(curves))
+                    except ProtocolAbort:  # too few references for this share
+                        continue
+                    its = y[query] == kind
+                    known = ~its & np.isin(y[query], np.concatenate([y[s] for s in others]))
+                    rows.append((far[its].mean(), far[known].mean()))
+            found = np.mean(rows, axis=0)
+            print(f"  {name:32}{use_rep:14} known_share={share:g}: unknown {found[0]:.2f} of the absent type, "
+                  f"{found[1]:.3f} of the others")  # fmt: skip
+
+
 def scale(sizes, budget, d, k):
     print(f"\nscale, d={d}, k={k}, 40 bits, three processes (budget {budget} s a row; * extrapolated from its batches)")
     print(f"{'queries':>9}{'references':>12}{'seconds':>10}{'CPU-s':>10}{'GB':>9}{'rounds':>9}{'peak GB a party':>17}")
@@ -594,6 +634,7 @@ def main():
         import cloister as cl
 
         absent_types(cl.demo_sites(), "vienna", "cell_type", "X_pca")
+        absent_in_studies(args.data)
     if args.only in (None, "modes"):
         chosen = MODES[:1] if args.quick else MODES + LARGE
         modes([x for x in chosen if not args.size or x[0][0] == args.size], args)

@@ -1,7 +1,8 @@
 """model-outcome: agreement with lifelines and statsmodels, power and coverage over cohorts, cost.
 
-    python benchmarks/outcome.py agreement            groups of one donor against the packages on the pooled donors
+    python benchmarks/outcome.py agreement            the pooled fit, and that of the protocol, against the packages
     python benchmarks/outcome.py cohorts --model cox --donors 100 --hospitals 5 --repetitions 200
+    python benchmarks/outcome.py real                 real donor sets of ../shared/data: AML and CMV, one marker a run
     python benchmarks/outcome.py protocol             a few of these cohorts through the protocol, with bytes and time
 
 Donors are drawn from the lung cells of `demo_sites`: a donor is 80 real cells of a hospital, with a tilt of its own
@@ -34,6 +35,7 @@ from cloister.workflows.model_outcome.pooled_outcomes import Donors, Params
 HUB = Party("hub")
 CELLS, INTERVALS, HORIZON = 80, 36, 6.0
 AGE = 0.4
+DATA = Path(__file__).parents[1] / ".." / "shared" / "data"
 
 
 def composition() -> list[Any]:
@@ -107,24 +109,31 @@ def ideal(params: Params, held: dict[Party, Donors]) -> protocol.Modelled | None
         return None
 
 
-def first(found: protocol.Modelled | None) -> tuple[float, float, float]:
+def term_of(found: protocol.Modelled | None, term: int = 0) -> tuple[float, float, float]:
     if found is None:
         return math.nan, math.nan, math.nan
     fit = found.fits[0]
-    error = math.sqrt(max(fit.covariance[0, 0], 0.0))
+    error = math.sqrt(max(fit.covariance[term, term], 0.0))
     half = float(scipy.stats.norm.ppf(0.975) if math.isinf(fit.df) else scipy.stats.t.ppf(0.975, fit.df))
     if not 0 < error < 50:
         return math.nan, math.nan, math.nan
-    return float(fit.coefficients[0]) * SPREAD, error * SPREAD, half
+    unit = 1.0 if term else SPREAD
+    return float(fit.coefficients[term]) * unit, error * unit, half
 
 
-def cohorts(model: str, donors: int, hospitals: int, repetitions: int, effect: float) -> None:
+def cohorts(model: str, donors: int, hospitals: int, repetitions: int, effect: float, term: int) -> None:
     start = time.perf_counter()
+    used: list[float] = []
+    closed: list[bool] = []
     names = ("cloister", "pooled", "meta-analysis", "largest alone")
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     for seed in range(repetitions):
         params, held = cohort(np.random.default_rng([seed, donors, hospitals]), model, donors, hospitals, effect)
         alone = [pooled(params, {u: d}) for u, d in held.items()]
+        able = [d for d in held.values() if len(d.y) >= 2 * (len(params.columns) + 1)]
+        ready = [protocol.prepared(params, mine) for mine in able]
+        used.append(sum(len(r.at) for r in ready) / sum(len(d.y) for d in held.values()))
+        closed += [not r.open.all() for r in ready if r.donors > 0]
         together = {
             "cloister": ideal(params, held),
             "pooled": pooled(params, held),
@@ -132,12 +141,17 @@ def cohorts(model: str, donors: int, hospitals: int, repetitions: int, effect: f
             "largest alone": alone[0],
         }
         for name in names:
-            found[name].append(first(together[name]))
+            found[name].append(term_of(together[name], term))
     took = time.perf_counter() - start
+    effect = 0.0 if term else effect
     print(
-        f"{model}, {donors} donors, {hospitals} hospitals, effect {effect} per deviation, "
+        f"{model}, {donors} donors, {hospitals} hospitals, '{params.columns[term]}' with an effect of {effect}, "
         f"{len(params.columns)} feature(s), "
         f"{repetitions} repetitions, {took:.0f} s"
+    )
+    print(
+        f"  donors used {np.mean(used):.0%}; hospitals at which a factor has a cell too small for its coefficient "
+        f"{np.mean(closed):.0%}"
     )
     whole = np.array(found["pooled"])
     for name in names:
@@ -160,11 +174,18 @@ def agreement() -> None:
     from outcome_cases import NONE, case, plain
 
     for model in ("linear", "logistic", "poisson", "negbin", "cox"):
-        c = case(model, thresholds=NONE, seed=7, p=3, rounds=40)
-        answer, fit = reference.regression(model, c), protocol.ideal(c.params, plain(c))[HUB].fits[0]
+        c = case(model, thresholds=NONE, seed=7, p=3)
+        answer = reference.regression(model, c)
+        fit = pooled(c.params, plain(c)).fits[0]
+        ours = protocol.ideal(c.params, plain(case(model, seed=7, p=3)))[HUB].fits[0]
         apart = np.abs(fit.coefficients - answer["coefficients"]).max()
         errors = np.abs(np.sqrt(np.diag(fit.covariance)) - answer["errors"]).max()
-        print(f"{model:9s} groups of one donor: coefficients within {apart:.1e}, errors within {errors:.1e}")
+        scaled = (np.abs(ours.coefficients - answer["coefficients"]) / answer["errors"]).max()
+        ratio = np.sqrt(np.diag(ours.covariance)) / answer["errors"]
+        print(
+            f"{model:9s} pooled: coefficients within {apart:.1e}, errors within {errors:.1e}; protocol: coefficients "
+            f"within {scaled:.2g} standard errors, errors {ratio.min():.2f} to {ratio.max():.2f} of the packages'"
+        )
     c = case("km", thresholds=NONE, seed=7)
     answer, curves = reference.curves(c), protocol.ideal(c.params, plain(c))[HUB].curves
     assert curves is not None
@@ -217,16 +238,78 @@ def through() -> None:
             )
 
 
+def real_sets() -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray, list[str]]]:
+    """Cells, donors, labels of the donors and names of markers of the real donor sets."""
+    aml = np.load(DATA / "cytometry" / "aml_flowcap_cytodx.npz")
+    cmv = np.load(DATA / "nk_cmv_pricell" / "nk_cmv_cells.npz")
+    scatter = np.arcsinh(aml["X"] / 5)
+    return {
+        "AML or healthy (FlowCAP-II)": (scatter, aml["donor"], aml["donor_label"], aml["markers"].tolist()),
+        "CMV or not, NK cells": (cmv["X_milli"] / 1000, cmv["donor"], cmv["donor_label"], cmv["markers"].tolist()),
+    }
+
+
+def real() -> None:
+    """Logistic regression of each marker's mean alone, on two hospitals of ten donors each."""
+    import anndata
+
+    for name, (x, donor, label, markers) in real_sets().items():
+        donor = np.unique(donor, return_inverse=True)[1]
+        order = np.argsort(label, kind="stable")
+        home = np.empty(len(label), int)
+        home[order] = np.arange(len(label)) % 2  # cases and controls at both hospitals
+        data = {}
+        for h, site in enumerate(("basel", "vienna")):
+            rows = np.flatnonzero(home[donor] == h)
+            obs = {m: x[rows, j].astype(float) for j, m in enumerate(markers)}
+            obs |= {"donor": [f"donor-{d}" for d in donor[rows]], "label": label[donor[rows]].astype(int)}
+            data[site] = anndata.AnnData(np.zeros((len(rows), 1)), obs=obs)
+        apart, ratios, ended, kept = [], [], {}, []
+        for marker in markers:
+            given = {"model": "logistic", "outcome_key": "label", "donor_key": "donor", "features": (f"mean:{marker}",)}
+            beside = cl.outcome_baselines(data, **given)
+            pooled_fit = beside["pooled"]["coefficients"]
+            try:
+                ours = cl.rehearse("model-outcome", data=data, **given).data["basel"].uns["outcome"]["coefficients"]
+            except CloisterError as e:
+                words = str(e)
+                ended[marker] = "separated" if "separated" in words else words[:60]
+                continue
+            if not len(pooled_fit):
+                ended[marker] = "pooled separated"
+                continue
+            b, p = ours.iloc[0], pooled_fit.iloc[0]
+            apart.append((b["coefficient"] - p["coefficient"]) / p["error"])
+            ratios.append(b["error"] / p["error"])
+            kept.append(
+                (float(p["p"]), f"{marker} {p['coefficient']:.2f} (here {b['coefficient']:.2f})", float(b["p"]))
+            )
+        most, middle = np.abs(apart).max(), np.median(np.abs(apart))
+        clear, here = (sum(k[i] < 0.05 for k in kept) for i in (0, 2))
+        print(
+            f"{name}: {len(label)} donors, {len(markers)} markers, {len(apart)} compared; from the pooled fit: "
+            f"median {middle:.2f} errors, at most {most:.2f}; error over the pooled one, median "
+            f"{np.median(ratios):.2f}; p < 0.05 at pooled {clear}, here {here}"
+        )
+        far = sorted(zip(np.abs(apart), [k[1] for k in kept], strict=True))[-2:]
+        print("   farthest:", "; ".join(f"{name} {v:.2f}" for v, name in reversed(far)))
+        print("   strongest:", "; ".join(f"{m} p {a:.3f} (here {b:.3f})" for a, m, b in sorted(kept)[:4]))
+        print("   ended:", ended or "none")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("agreement", "cohorts", "protocol"))
+    parser.add_argument("what", choices=("agreement", "cohorts", "protocol", "real"))
     parser.add_argument("--model", default="cox", choices=("cox", "logistic", "linear", "negbin"))
     parser.add_argument("--donors", type=int, default=100)
     parser.add_argument("--hospitals", type=int, default=5)
     parser.add_argument("--repetitions", type=int, default=200)
     parser.add_argument("--effect", type=float, default=0.5)
+    parser.add_argument(
+        "--term", type=int, default=0, choices=(0, 2), help="0: the share of T cells; 2: the sex, which has no effect"
+    )
     given = parser.parse_args()
     if given.what == "cohorts":
-        cohorts(given.model, given.donors, given.hospitals, given.repetitions, given.effect)
+        cohorts(given.model, given.donors, given.hospitals, given.repetitions, given.effect, given.term)
     else:
-        {"agreement": agreement, "protocol": through}[given.what]()
+        {"agreement": agreement, "protocol": through, "real": real}[given.what]()

@@ -21,6 +21,7 @@ from cloister._version import __version__
 _WORKFLOWS = (  # each has a function of its name, the part of a site
     "bin_values",
     "find_outliers",
+    "quality_control",
     "choose_genes",
     "shared_pca",
     "integrate",

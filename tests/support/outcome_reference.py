@@ -75,7 +75,7 @@ if __name__ == "__main__":
     answers = {
         model: curves(case(model, thresholds=NONE, seed=7))
         if model == "km"
-        else regression(model, case(model, thresholds=NONE, seed=7, p=3, rounds=40))
+        else regression(model, case(model, thresholds=NONE, seed=7, p=3))
         for model in ("linear", "logistic", "poisson", "negbin", "cox", "km")
     }
     VECTORS.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")

@@ -69,7 +69,8 @@ def images(n):
 
 
 TRAINING = {"n_filters": 2, "n_cells": 20, "n_inputs": 8, "batch": 4, "n_steps": 1, "timeout": 300.0}
-XCLP = {"semi_supervised": True, "rounds": 2, "bits": 256, "n_neighbors": 3, "hidden": (4,)}
+XCLP = {"use_rep": "X_pca", "semi_supervised": True, "rounds": 2, "bits": 256, "n_neighbors": 3, "hidden": (4,)}
+GRAPH = {"use_rep": "X_pca", "bits": 256, "n_neighbors": 3}
 OUTCOME = {"model": "logistic", "outcome_key": "condition", "event": "case", "donor_key": "donor", "min_cells": 5}
 OUTCOME |= {"features": ("gene:G0",)}
 CASES = [
@@ -77,6 +78,7 @@ CASES = [
     ("bin-values", "published", {"n_bins": 5}),
     ("find-outliers", "hardened", {"trees": 2, "sample": 32}),
     pytest.param("find-outliers", "published", {"trees": 2, "sample": 32, "standardise": True}, marks=SLOW),
+    ("quality-control", "hardened", {"doublet_rate": 0.0}),
     ("choose-genes", "hardened", {"n_top_genes": 4}),
     ("shared-pca", "hardened", {"n_components": 2, "n_top_genes": 5}),
     ("integrate", "hardened", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "sweeps": 2}),
@@ -86,7 +88,7 @@ CASES = [
     ("find-markers", "hardened", {"label_key": "cell_type", "donor_key": "donor"}),
     ("compare-groups", "hardened", {"groups": ("control", "case"), "donor_key": "donor", "min_cells": 5}),
     ("model-outcome", "hardened", OUTCOME),
-    ("find-programs", "hardened", {"donor_key": "donor", "labels": ("B", "T"), "n_programs": 1, "min_cells": 3}),
+    ("find-programs", "hardened", {"donor_key": "donor", "labels": ("B", "T"), "n_programs": 1, "min_cells": 1}),
     ("train-classifier", "hardened", {"n_top_genes": 5, "min_label_cells": 5}),
     ("train-classifier", "semi-honest", {"solver": "logistic", "n_top_genes": 5, "l2": 0.1, "min_label_cells": 5}),
     ("train-classifier", "hardened", {"l2": 0.1, "validation": 0.0, "dp_noise": 1.0, "dp_rounds": 1}),
@@ -96,11 +98,15 @@ CASES = [
     ("map-labels", "published", {"query": "basel", "use_rep": "X_pca", "n_neighbors": 3}),
     ("map-labels", "plain", {"query": "basel", "use_rep": "X_pca", "n_neighbors": 3}),
     *(
-        ("propagate-labels", mode, {"bits": 256, "n_neighbors": 3, "hamming": engine, "balance": True})
+        (
+            "propagate-labels",
+            mode,
+            {"use_rep": "X_pca", "bits": 256, "n_neighbors": 3, "hamming": engine, "balance": True},
+        )
         for mode in ("semi-honest", "published")
         for engine in ("mpc", "ot", "he")
     ),
-    ("propagate-labels", "hardened", {"bits": 256, "n_neighbors": 3, "choose": True}),
+    ("propagate-labels", "hardened", {**GRAPH, "choose": True}),
     ("fine-tune", "hardened", XCLP),
     ("fine-tune", "published", XCLP),
     ("train-cellcnn", "plain", {**TRAINING, "hold_out": 3}),
@@ -135,6 +141,9 @@ def rehearsed(name, mode, options, folder):
             a.obs["donor"] = [f"d{i % 12}" for i in range(a.n_obs)]  # six of each class
         return rehearse(name, data, mode=mode, keep=str(folder) if mode != "plain" else "", **options)
     data = partly_labelled() if name in ("propagate-labels", "fine-tune") else sites()
+    if name == "find-programs":  # donors with cells of both types
+        for a in data.values():
+            a.obs["donor"] = [f"d{i // 2 % 6}" for i in range(a.n_obs)]
     return rehearse(name, data, mode=mode, timeout=300.0, **options)
 
 

@@ -115,6 +115,28 @@ def translated(names: Sequence[str], kind: GeneIdKind) -> list[str] | None:
     return _without_clashes(plain, known)
 
 
+def readable(names: Sequence[str]) -> list[str]:
+    """Symbols of Ensembl ids, for people to read; all other names as they are."""
+    found = translated(names, "symbol") if len(names) and gene_id_kind(names) == "ensembl" else None
+    return list(map(str, names)) if found is None else found
+
+
+def with_symbols(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with a column `symbol` after `gene`, where genes are Ensembl ids; else the table."""
+    genes = table["gene"].astype(str).unique().tolist()
+    symbols = dict(zip(genes, readable(genes), strict=True))
+    if all(gene == symbol for gene, symbol in symbols.items()):
+        return table
+    table = table.copy()
+    table.insert(table.columns.get_loc("gene") + 1, "symbol", table["gene"].astype(str).map(symbols))
+    return table
+
+
+def for_people(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with symbols in place of genes, where it has both: for figures."""
+    return table.assign(gene=table["symbol"]) if "symbol" in table else table
+
+
 def current_symbols(names: Sequence[str]) -> list[str]:
     """The names with symbols that human genes had before replaced by those they have; all others as they are."""
     plain = [plain_name(str(name)) for name in names]

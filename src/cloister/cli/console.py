@@ -185,6 +185,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "workflow": run.study.workflow,
         "mode": run.study.mode,
         "cost": run.cost,
+        "findings": run.findings,
         "results": run.results,
         "errors": {p: str(e) for p, e in run.errors.items()},
         "origins": {p: {"origin": origin, "reason": reason} for p, (origin, reason) in run.origins.items()},
@@ -200,15 +201,16 @@ def show_origins(run: Run) -> None:
 
 
 def show_cost(run: Run) -> None:
-    """What a run cost each party, and what came out."""
+    """What a run found, and what it cost each party."""
+    findings = run.findings
+    for line in findings or headlines(run):
+        out.print(line, markup=False)
     table = Table("party", "role", "messages", "sent", "rounds", "seconds", box=None)
     for party, role in run.study.parties.items():
         cost = run.cost[party]
         sent = size(cost["bytes"])
         table.add_row(party, role, f"{cost['messages']:.0f}", sent, f"{cost['rounds']:.0f}", f"{cost['seconds']:.2f}")
     out.print(table)
-    for line in headlines(run):
-        out.print(line, markup=False)
 
 
 def finish_steps(series: Series, folder: Path | None, written: list[str], *, as_json: bool) -> None:
@@ -236,7 +238,7 @@ def finish_steps(series: Series, folder: Path | None, written: list[str], *, as_
 
 def headlines(run: Run) -> list[str]:
     """What came out, a line for the parties that have the same: single numbers only, the rest is in the report."""
-    from cloister.rehearsal.run import plain
+    from cloister.rehearsal.record import plain
     from cloister.report.parts import names, value
 
     lines: dict[str, list[str]] = {}
@@ -245,7 +247,7 @@ def headlines(run: Run) -> list[str]:
         parts = [f"{k} {value(v, k)}" for k, v in numbers.items() if isinstance(v, int | float)]
         if parts:
             lines.setdefault(", ".join(parts), []).append(party)
-    return [f" {names(who)}: {parts}" for parts, who in lines.items()]
+    return [f"{names(who)}: {parts}" for parts, who in lines.items()]
 
 
 def show_receipt(brief: dict[str, Any]) -> None:

@@ -94,6 +94,7 @@ def explain(
     import dataclasses
 
     from cloister import workflows
+    from cloister.workflows.options import listed_options
 
     if workflow is None:
         table = Table("workflow", "what it does", "modes", box=None)
@@ -109,7 +110,7 @@ def explain(
     for one in [mode] if mode else chosen.modes:
         explain_mode(workflow, one, chosen.mode(one))
     table = Table("option", "default", "meaning", box=None)
-    for f in dataclasses.fields(chosen.options):
+    for f in listed_options(chosen.options):
         modes = f.metadata.get("modes", ())
         if mode and modes and mode not in modes:
             continue

@@ -539,7 +539,7 @@ workflows = []
 modes = []
 studies = []
 # What needs your consent besides. "open-model": train-cellcnn may decrypt the trained model for all parties;
-# "donor-inputs": also if inputs are drawn per donor, so that one malicious site can make the model show a donor;
+# "donor-inputs": inputs may be drawn per class or donor, so that one malicious site can make the model show a donor;
 # "validation": and one number, the error on held-out donors, during training; "outside-query": predict-cellcnn may
 # answer a party that took no part in the training; "whole-model": it may answer enough donors of one party to
 # determine the model; "iterative-fit": train-classifier may run solver="logistic" without noise, with which one

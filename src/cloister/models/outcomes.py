@@ -1,26 +1,18 @@
-"""Regression of donors' outcomes on donors' features, from tables in which no donor stands alone.
+"""Regression of donors' outcomes on donors' features.
 
-A site divides its donors into groups of similar features (`disclosure.Rows.similar`). What it adds to a fit comes from
-two tables, and from nothing else:
+A row of a `Table` is a donor, or a group of donors with their mean features. `evaluate` gives the log likelihood of the
+rows, its score U and its information K at any coefficients. Every site has an intercept (Cox: a baseline hazard) of its
+own, which is eliminated at the site.
 
-- `Table`: for each group the number of donors, the means of the features, the sum of the outcomes (for survival: donors
-  at risk and events in each interval). The likelihood of these group means may be evaluated at any coefficients.
-- `Within`: one score and one information matrix over all groups together, for the features less their group means, at
-  coefficients of zero and with an intercept (a baseline hazard) of each group's own. They are computed once.
+Sites are combined by one Newton step from a point b of each site's own, near its maximum:
 
-    U(β) = Σ_sites [ U_table(β) + C - K β ] = 0          J(β) = Σ_sites [ J_table(β) + K ]
-    covariance = J⁻¹ (J_table + B) J⁻¹                   B = K, but for counts with extra variance
-
-In a linear model the two add up to least squares on the donors. In the others U differs from the score of the donors by
-terms of second order in the effect of the differences within a group. With groups of one donor it is that score.
-
-Every site has an intercept (Cox: a baseline hazard) of its own, which is eliminated at the site.
+    C = U(b) + K(b) b                     β = (Σ K)⁻¹ Σ C                     covariance (Σ K)⁻¹
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -31,6 +23,7 @@ Model = Literal["cox", "logistic", "linear", "poisson", "negbin"]
 MODELS: tuple[Model, ...] = ("cox", "logistic", "linear", "poisson", "negbin")
 LARGEST = 30.0  # of a linear predictor, so that exponentials stay finite
 STEP = 1.5  # largest change of a standardised coefficient in one round
+ROUNDS = 60  # of Newton's method at one site
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +39,6 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.n)
-
-
-@dataclass(frozen=True, slots=True)
-class Within:
-    """What differs within groups, added up over all groups of a site."""
-
-    score: F64  # C, (P,)
-    information: F64  # K, (P, P)
-    variance: F64  # B, (P, P), of C
-    moments: F64 = field(default_factory=lambda: np.zeros(2))  # of counts: Σ (y - m)² - m and Σ m², as `dispersion_of`
 
 
 def grouped(
@@ -187,54 +170,26 @@ def _cox(t: Table, eta: F64) -> Evaluated:
     return Evaluated(value, score, mean_square - s1.T @ s1, expected)
 
 
-# ---- what differs within groups --------------------------------------------------------------------------------------
+# ---- the fit ---------------------------------------------------------------------------------------------------------
 
 
-def within(
-    model: Model,
-    x: F64,
-    y: F64,
-    kept: I64,
-    near: I64,
-    exposure: F64 | None = None,
-    interval: I64 | None = None,
-) -> Within:
-    """C, K and B of the rows that `kept` puts into groups of two or more.
-
-    The extra variance of counts is that among rows with the same code in `near`, which are few and much alike.
-    """
-    p = x.shape[1]
-    C, K, B = np.zeros(p), np.zeros((p, p)), np.zeros((p, p))
-    for g in np.unique(kept[kept >= 0]).tolist():
-        at = np.flatnonzero(kept == g)
-        n = len(at)
-        if n < 2:
-            continue
-        if model == "cox":
-            assert interval is not None
-            one, two = _log_rank(x[at], y[at], interval[at])
-            C, K = C + one, K + two
-            continue
-        e = np.ones(n) if exposure is None else exposure[at]
-        d = x[at] - e @ x[at] / e.sum()
-        total = float(y[at].sum())
-        C += d.T @ y[at]
-        if model == "logistic":
-            K += total * (n - total) / (n * (n - 1)) * d.T @ d
-            continue
-        K += total / e.sum() * (d * e[:, None]).T @ d
-        rest = y[at] - total * e / e.sum()
-        B += float(rest @ rest) / (n - 1) * (d.T @ d)
-    if model != "negbin":
-        return Within(C, K, K)
-    moments, counted = _extra(y, near, exposure)
-    scale = max(1.0, 1 + moments[0] / counted) if counted > 0 else 1.0  # variance over mean, as in the other part
-    return Within(C / scale, K / scale, B / scale**2, moments)
+def drawn_to_zero(model: Model, t: Table, prior: float, dispersion: float = 0.0) -> F64:
+    """Coefficients at the maximum of the log likelihood less |b|² / (2 prior²): finite for separated outcomes too."""
+    b = np.zeros(t.x.shape[1])
+    weight = 1 / prior**2
+    for _ in range(ROUNDS):
+        found = evaluate(model, t, b, dispersion)
+        change = np.linalg.solve(found.information + weight * np.eye(len(b)), found.score - weight * b)
+        far = float(np.abs(change).max(initial=0.0))
+        b = b + change * min(1.0, STEP / max(far, 1e-300))
+        if far < 1e-10:
+            break
+    return b
 
 
-def _extra(y: F64, near: I64, exposure: F64 | None) -> tuple[F64, float]:
-    """Σ (y - m)² - m, Σ m² and Σ m of rows in groups, with m the group's mean, all without bias by it."""
-    excess, squared, counted = 0.0, 0.0, 0.0
+def extra_variance(y: F64, near: I64, exposure: F64 | None) -> F64:
+    """Σ (y - m)² - m and Σ m² of rows in groups, with m the group's mean, both without bias by it."""
+    excess, squared = 0.0, 0.0
     for g in np.unique(near[near >= 0]).tolist():
         at = np.flatnonzero(near == g)
         e = np.ones(len(at)) if exposure is None else exposure[at]
@@ -243,51 +198,7 @@ def _extra(y: F64, near: I64, exposure: F64 | None) -> tuple[F64, float]:
         spread = float(np.square(y[at] - m).sum())
         excess += spread - float(m @ left)
         squared += float(np.square(m) @ left) - spread / len(at)
-        counted += float(m @ left)
-    return np.array([excess, squared]), counted
-
-
-def _log_rank(x: F64, y: F64, interval: I64) -> tuple[F64, F64]:
-    """Score and information of Cox's likelihood at coefficients of zero, one baseline for these rows."""
-    p = x.shape[1]
-    score, information = np.zeros(p), np.zeros((p, p))
-    for j in np.unique(interval[y > 0]).tolist():
-        there = interval >= j
-        dead = there & (interval == j) & (y > 0)
-        n, k = int(there.sum()), int(dead.sum())
-        apart = x[there] - x[there].mean(axis=0)
-        score += (x[dead] - x[there].mean(axis=0)).sum(axis=0)
-        if n > 1:
-            information += k * (n - k) / (n - 1) * apart.T @ apart / n
-    return score, information
-
-
-# ---- the fit ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """What all sites together add in one round; of one model."""
-
-    value: float
-    score: F64
-    information: F64
-
-
-def step_of(table: Sums, score: F64, information: F64, beta: F64) -> tuple[F64, float]:
-    """The next coefficients, and how far the last ones were from the root; at most STEP away."""
-    J = table.information + information
-    U = table.score + score - information @ beta
-    change = np.linalg.lstsq(J, U, rcond=1e-10)[0]
-    far = float(np.abs(change).max(initial=0.0))
-    return beta + change * min(1.0, STEP / max(far, 1e-300)), far
-
-
-def covariance_of(table: F64, information: F64, variance: F64) -> F64:
-    """J⁻¹ (J_table + B) J⁻¹."""
-    bread = np.linalg.pinv(table + information, rcond=1e-10, hermitian=True)
-    made: F64 = bread @ (table + variance) @ bread
-    return made
+    return np.array([excess, squared])
 
 
 def singular(information: F64) -> Bits:

@@ -9,8 +9,8 @@
 
 The mean alone lies between two parts of a map where a cell's neighbours are in both. The maximum is at the larger part.
 Nothing is random. With `own` neighbours, after `ALONE` steps the cells that are placed together draw each other as
-well, with `PULL` of the weight of the points, as edges between cells do in UMAP. Without them a cell has the same place at
-every site and in every later call, whoever comes with it.
+well, with `PULL` of the weight of the points, as edges between cells do in UMAP. Without them a cell has the same
+place at every site and in every later call, whoever comes with it.
 
 References
 ----------

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SHIPPED = (
     "bin-values",
     "find-outliers",
+    "quality-control",
     "choose-genes",
     "shared-pca",
     "integrate",
@@ -78,6 +79,7 @@ class Workflow:
     files: Callable[[Outcome], dict[str, bytes]] | None = None  # further files to write at a party
     model: tuple[str, Callable[[Path, Any], Any]] | None = None  # which of them is the model, and how to read it
     figures: Callable[[Mapping[str, Outcome], Any], list[Any]] | None = None  # for the report
+    findings: Callable[[Mapping[str, Mapping[str, Any]], Any], list[str]] | None = None  # sentences from the results
     reads: Callable[[Any, str], tuple[str, ...]] = _reads  # options that name what a site's cells must have
     privacy: Callable[[Any], Mapping[str, Any]] = lambda options: {}  # epsilon, delta, whom they protect; with noise
     release: Callable[[Any], tuple[str, float, int] | None] = lambda options: None  # unit, noise, sums; for accounting

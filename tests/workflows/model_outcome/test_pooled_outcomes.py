@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from outcome_cases import HUB, NONE, case, plain, site
 
-from cloister.disclosure import Contribution, Thresholds
+from cloister.disclosure import Contribution
 from cloister.errors import DataError, ParameterError, ProtocolAbort
-from cloister.mpc.sums import checked_sum, common_seed
 from cloister.rehearsal.rehearsal import Fault
 from cloister.testing import (
     Case,
@@ -20,8 +19,10 @@ from cloister.testing import (
     transcript,
     values,
 )
-from cloister.workflows.common.gene_moments import join_sum, split_sum
+from cloister.workflows.common.bounded_values import shares_of
 from cloister.workflows.model_outcome import pooled_outcomes as protocol
+from cloister.workflows.model_outcome.baselines import pooled
+from cloister.workflows.model_outcome.workflow import blocks_of
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 ANSWERS = json.loads((VECTORS / "outcomes.json").read_text(encoding="utf-8"))
@@ -29,12 +30,7 @@ MODELS = ("linear", "logistic", "poisson", "negbin", "cox")
 
 
 def agree(found, ideal):
-    assert (found.donors, found.groups, found.inside, found.openings) == (
-        ideal.donors,
-        ideal.groups,
-        ideal.inside,
-        ideal.openings,
-    )
+    assert (found.donors, found.openings) == (ideal.donors, ideal.openings)
     for a, b in zip(found.fits, ideal.fits, strict=True):
         for name in ("coefficients", "covariance", "dispersion", "concordance", "calibration", "explained"):
             np.testing.assert_allclose(getattr(a, name), getattr(b, name), rtol=1e-7, atol=1e-8)
@@ -45,27 +41,30 @@ def agree(found, ideal):
 
 @pytest.mark.parametrize("model", [*MODELS, "km"])
 def test_equals_the_ideal(model):
-    check_ideal(protocol, [case(model, rounds=8 if model != "negbin" else 15)], agree=agree)
+    check_ideal(protocol, [case(model)], agree=agree)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_nothing_hidden_equals_the_reference(model):
-    """Groups of one donor: statsmodels' and lifelines' coefficients and errors on the pooled donors, to 1e-6."""
-    c = case(model, thresholds=NONE, seed=7, p=3, rounds=40)
+def test_the_pooled_fit_equals_the_reference(model):
+    """What cohorts are compared with: statsmodels' and lifelines' coefficients and errors on the pooled donors."""
+    c = case(model, thresholds=NONE, seed=7, p=3)
+    (fit,) = pooled(c.params, plain(c)).fits
+    np.testing.assert_allclose(fit.coefficients, ANSWERS[model]["coefficients"], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(np.sqrt(np.diag(fit.covariance)), ANSWERS[model]["errors"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_default_thresholds_stay_close_to_the_reference(model):
+    """One step from each site's own point: within 0.9 standard errors; linear models exactly."""
+    c = case(model, seed=7, p=3)
     run = run_protocol(protocol, c)
     check_no_errors(run)
     for found in values(run).values():
         (fit,) = found.fits
-        np.testing.assert_allclose(fit.coefficients, ANSWERS[model]["coefficients"], rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(np.sqrt(np.diag(fit.covariance)), ANSWERS[model]["errors"], rtol=1e-6)
-
-
-def test_a_linear_model_is_exact_with_the_default_thresholds():
-    """Its sums are fixed, so nothing has to be grouped; here no donor has too much leverage."""
-    c = case("linear", seed=7, p=3)
-    found = protocol.ideal(c.params, plain(c))[HUB]
-    assert found.donors == 120
-    np.testing.assert_allclose(found.fits[0].coefficients, ANSWERS["linear"]["coefficients"], rtol=1e-9)
+        errors = np.array(ANSWERS[model]["errors"])
+        apart = np.abs(fit.coefficients - ANSWERS[model]["coefficients"]) / errors
+        assert apart.max() < (1e-6 if model == "linear" else 0.9)
+        np.testing.assert_allclose(np.sqrt(np.diag(fit.covariance)), errors, rtol=1e-6 if model == "linear" else 0.2)
 
 
 def test_curves_equal_lifelines():
@@ -77,31 +76,35 @@ def test_curves_equal_lifelines():
 
 
 @pytest.mark.parametrize("model", ["logistic", "poisson", "negbin", "cox"])
-def test_groups_stay_close_to_the_donors(model):
-    """Two features, four sites of 40: in the mean of ten cohorts half an error apart, errors 15 % wider."""
+def test_the_fit_stays_close_to_that_of_the_donors(model):
+    """Four sites of 40, ten cohorts, in errors of the pooled fit. A level with small cells costs more than a number."""
     apart, wider = [], []
     for seed in range(10):
         c = case(model, seed=seed, sites=4)
-        whole = Case(c.params, {u: (dataclasses.replace(d, thresholds=NONE),) for u, (d,) in c.inputs.items()})
-        (a,), (b,) = (protocol.ideal(c.params, plain(x))[HUB].fits for x in (c, whole))
+        (a,), (b,) = protocol.ideal(c.params, plain(c))[HUB].fits, pooled(c.params, plain(c)).fits
         errors = np.sqrt(np.diag(b.covariance))
-        apart.append(np.sqrt(np.mean(np.square((a.coefficients - b.coefficients) / errors))))
-        wider.append(np.mean(np.sqrt(np.diag(a.covariance)) / errors))
-    assert np.mean(apart) < (0.6 if model == "cox" else 0.5)
-    assert 0.95 < np.mean(wider) < 1.15
+        apart.append((a.coefficients - b.coefficients) / errors)
+        wider.append((np.sqrt(np.diag(a.covariance)) / errors)[0])
+    number, level = np.sqrt(np.nanmean(np.square(apart), axis=0))
+    assert number < 0.35
+    assert level < 1.6
+    assert 0.9 < np.mean(wider) < 1.1
 
 
-def test_a_regression_for_each_feature_shares_the_groups():
+def test_a_regression_for_each_feature_is_that_of_a_run_of_its_own():
     c = case("logistic", p=3, fits=((0, 2), (1, 2)))
     found = protocol.ideal(c.params, plain(c))[HUB]
     assert [f.columns for f in found.fits] == [(0, 2), (1, 2)]
     alone = Case(dataclasses.replace(c.params, fits=((0, 2),)), c.inputs)
     one = protocol.ideal(alone.params, plain(alone))[HUB]
     np.testing.assert_allclose(found.fits[0].coefficients, one.fits[0].coefficients, rtol=1e-9)
+    wide = case("logistic", n=9, p=4)
+    with pytest.raises(DataError, match="9 donors here for 4 features"):
+        protocol.ideal(wide.params, plain(wide))
 
 
 def test_all_parties_have_the_same_and_send_only_masked_words():
-    run = run_protocol(protocol, case("cox", rounds=6))
+    run = run_protocol(protocol, case("cox"))
     check_no_errors(run)
     first, *rest = values(run).values()
     assert all(np.array_equal(first.fits[0].coefficients, other.fits[0].coefficients) for other in rest)
@@ -116,7 +119,7 @@ def test_all_parties_have_the_same_and_send_only_masked_words():
 
 def test_cost_and_view_do_not_depend_on_the_donors():
     for model in ("cox", "linear", "km"):
-        one, other = (run_protocol(protocol, case(model, seed=s, rounds=6)) for s in (0, 1))
+        one, other = (run_protocol(protocol, case(model, seed=s)) for s in (0, 1))
         sizes = [
             {p: [r for r in rows if not r[0].startswith("channel.")] for p, rows in transcript(r).items()}
             for r in (one, other)
@@ -124,7 +127,7 @@ def test_cost_and_view_do_not_depend_on_the_donors():
         assert {p: [(m, n) for m, _, n in rows] for p, rows in sizes[0].items()} == {
             p: [(m, n) for m, _, n in rows] for p, rows in sizes[1].items()
         }
-        for party, (messages, payload) in protocol.cost(case(model, rounds=6).params).items():
+        for party, (messages, payload) in protocol.cost(case(model).params).items():
             rows = sizes[0][party]
             assert len(rows) == messages
             assert payload <= sum(n for _, _, n in rows) <= payload + 400 * messages
@@ -157,7 +160,7 @@ def test_one_event_is_refused():
     one = np.zeros(40)
     one[3] = 1
     inputs[first] = (dataclasses.replace(inputs[first][0], y=one),)
-    with pytest.raises(ProtocolAbort, match="1 events at all sites together"):
+    with pytest.raises(ProtocolAbort, match="no site has min_donors donors with the outcome"):
         protocol.ideal(c.params, {u: d for u, (d,) in inputs.items()})
 
 
@@ -169,7 +172,7 @@ def test_a_hospital_without_events_adds_nothing_to_the_coefficients():
         with_it = protocol.ideal(c.params, xs)[HUB].fits[0].coefficients
         params = dataclasses.replace(c.params, sites=c.params.sites[:-1])
         without = protocol.ideal(params, {u: d for u, d in xs.items() if u != last})[HUB].fits[0].coefficients
-        np.testing.assert_allclose(with_it, without, rtol=1e-6)
+        np.testing.assert_allclose(with_it, without, rtol=1e-9)
 
 
 def test_separated_outcomes_are_named():
@@ -190,8 +193,13 @@ def test_columns_that_are_combinations_of_others_are_named():
 def test_a_constant_feature_is_named():
     c = case("logistic")
     xs = {u: dataclasses.replace(d, x=np.stack([d.x[:, 0], np.ones(40)], axis=1)) for u, d in plain(c).items()}
-    with pytest.raises(ProtocolAbort, match="'x1' does not vary"):
-        protocol.ideal(c.params, xs)
+    found = protocol.ideal(c.params, xs)[HUB]
+    assert any("'x1' is not estimated" in note for note in found.notes)
+    (fit,) = found.fits
+    assert np.isfinite(fit.coefficients).tolist() == [True, False]
+    assert np.isnan(fit.covariance[1]).all()
+    with pytest.raises(ProtocolAbort, match="no site has"):
+        protocol.ideal(c.params, {u: dataclasses.replace(d, x=np.ones((40, 2))) for u, d in plain(c).items()})
 
 
 def test_parameters_are_checked():
@@ -208,302 +216,276 @@ def test_parameters_are_checked():
 # ---- attacks ---------------------------------------------------------------------------------------------------------
 
 
-def far_case(thresholds):
-    """Two sites; one donor of the second lies far out, as donors do."""
-    c = case("poisson", seed=5, sites=2, n=30, thresholds=thresholds)
-    attacker, honest = c.params.sites
-    inputs = {u: (dataclasses.replace(d, exposure=None),) for u, d in plain(c).items()}
-    mine = inputs[honest][0]
-    x = mine.x.copy()
-    x[7, 0] = x[:, 0].max() + 2.0
-    inputs[honest] = (dataclasses.replace(mine, x=x),)
-    return Case(c.params, inputs), attacker, honest
+def parts_of(params, mine, dispersion=0.0):
+    """All numbers that a site adds, at coefficients of one."""
+    side, state = protocol.Side(params, mine), protocol.State(params)
+    state.dispersion, state.betas = dispersion, [np.ones(len(f)) for f in params.fits]
+    return [side.part(i, line, state) for i, (line, _, _) in enumerate(protocol.lengths_of(params))]
 
 
-def read_by_steering(c, attacker, aim):
-    """A malicious site sets coefficients by its part of the sums, and reads the other site's score at zero and far out.
-
-    Far out the score is Σ x y - Y x_i, with i the row farthest in that direction; at zero it is Σ x y - Y mean(x).
-    """
-    seen = []
-
-    async def steering(ch, params, mine, *, entropy, identity):
-        pair = common_seed.Params(params.sites, params.coordinator, everyone=True)
-        seed = await common_seed.site(ch.sub("seed", pair), pair, entropy=entropy, identity=identity)
-        state, side = protocol.State(params), protocol.Side(params, mine)
-        for number, (line, _, length) in enumerate(protocol.lengths_of(params)):
-            own = side.part(number, line, state).values.astype(float)
-            if line == "L4":  # with this information, a step towards the aim
-                own = np.concatenate([[0.0], 1e7 * (aim - state.betas[0]), protocol.upper(1e7 * np.eye(2))])
-            p = checked_sum.Params(params.sites, params.coordinator, 2 * length)
-            words = split_sum(own, len(params.sites), entropy)
-            total = join_sum(await checked_sum.site(ch.sub(f"sum/{number + 1}", (p, line)), p, words, seed))
-            seen.append((line, state.betas[0].copy(), total - own, state.center, state.scale))
-            state.take(number, line, total)
-
-    roles = {u: (steering if u == attacker else protocol.site) for u in c.params.sites}
-    run_protocol(
-        protocol, c, roles=roles | {c.params.coordinator: protocol.coordinator}
-    )  # ends in an abort: "separated"
-    others = seen[0][2]  # of the honest site: donors, Σ x, Σ x xᵀ, Σ y
-    rounds = [s for s in seen if s[0] == "L4"]
-    (_, _, first, _, scale), (_, reached, far, _, _) = rounds[0], rounds[-1]
-    np.testing.assert_allclose(reached, aim, atol=1e-3)
-    return (first[1:3] - far[1:3]) / others[-1] * scale + others[1:3] / others[0]
+def same(params, one, other, rtol=1e-9):
+    for a, b in zip(parts_of(params, one), parts_of(params, other), strict=True):
+        np.testing.assert_allclose(a.values, b.values, rtol=rtol, atol=1e-9)
 
 
-AIM = np.array([9.0, 0.0])
-
-
-def test_exact_likelihood_gives_a_donor_away():
-    """Attack: where the likelihood is that of the donors, one steered run gives the donor that lies farthest out."""
-    c, attacker, honest = far_case(NONE)
-    np.testing.assert_allclose(read_by_steering(c, attacker, AIM), plain(c)[honest].x[7], atol=1e-3)
-
-
-def test_a_steered_path_gives_a_group_and_no_donor():
-    """The same attack on the protocol: what comes out is a mean over three donors or more."""
-    c, attacker, honest = far_case(Thresholds())
-    read, mine = read_by_steering(c, attacker, AIM), plain(c)[honest]
-    table = protocol.arranged(c.params, mine).table
-    assert table.n.min() >= 3
-    assert np.abs(table.x - read).max(axis=1).min() < 0.1
-    assert np.abs(mine.x - read).max(axis=1).min() > 0.3 or np.abs(mine.x[7] - read).max() > 1.0
-
-
-def test_no_combination_comes_close_to_one_donor():
-    """Groups and differences within them, as columns: no donor has a leverage above 1/3, whatever the features."""
-    rng = np.random.default_rng(0)
-    some = large = 0
-    for seed in range(40):
-        n, p = int(rng.integers(6, 80)), int(rng.integers(1, 4))
-        x = np.random.default_rng(seed).standard_t(2 if seed % 2 else 30, size=(n, p))
-        x[:, 0] = np.round(x[:, 0])
-        params = dataclasses.replace(case("logistic").params, columns=tuple("abc"[:p]), fits=(tuple(range(p)),))
-        mine = protocol.Donors(x, (rng.random(n) < 0.5).astype(float), np.full(n, 20))
-        made = protocol.arranged(params, mine)
-        z = protocol.standardised(x)
-        D = protocol.deviations(z, made.kept)
-        inside = (made.groups.codes[:, None] == np.arange(len(made.groups))).astype(float)
-        left, size, _ = np.linalg.svd(np.hstack([inside, D]), full_matrices=False)
-        h = np.square(left[:, size > 1e-9 * size.max()]).sum(axis=1)
-        assert h.max() <= 1 / 3 + 1e-6
-        assert made.donors >= 3 * (1 - 1e-6)
-        some += (made.kept >= 0).any()
-        large += made.large >= 0
-    assert some > 10
-    assert large > 5
-
-
-@pytest.mark.parametrize(("model", "far"), [("logistic", 60.0), ("poisson", 8.0)])
-def test_one_exact_evaluation_is_withheld_where_a_donor_stands_out(model, far):
-    """A site of 60 adds its donors' own likelihood at moderate coefficients, and that of its tables at steered ones."""
-    c = case(model, n=60, p=1, seed=2)
-    mine = dataclasses.replace(plain(c)[c.params.sites[0]], exposure=None)
-    side, state = protocol.Side(c.params, mine), protocol.State(c.params)
-    made = side.arranged
-    assert made.large >= 0
-    state.center, state.scale = mine.x.mean(axis=0), mine.x.std(axis=0)
-    for beta, withheld in ((0.1, False), (0.5, False), (far, True)):
-        state.betas = [np.array([beta])]
-        assert (side._effective(state, state.betas) < 3) == withheld
-        part = side.part(0, "L5", state)
-        assert part.donors >= 3
-        own = protocol.outcomes.evaluate(c.params.likelihood, side._each_at(state, (0,)), state.betas[0])
-        table = protocol.outcomes.evaluate(c.params.likelihood, side._scaled(state), state.betas[0])
-        K = made.inside.information[0, 0] / state.scale[0] ** 2
-        of_tables = table.score[0] + made.inside.score[0] / state.scale[0] - K * beta
-        np.testing.assert_allclose(part.values[1], of_tables if withheld else own.score[0], rtol=1e-9)
+def without(mine, i):
+    return dataclasses.replace(
+        mine,
+        **{
+            name: None if getattr(mine, name) is None else np.delete(getattr(mine, name), i, axis=0)
+            for name in ("x", "y", "cells", "interval", "exposure", "arm", "block")
+        },
+    )
 
 
 def rare_feature(model, rng):
-    """Sixty donors; eight have the second feature, of whom the first alone is above the middle of the first feature."""
+    """Sixty donors; eight have the second feature, of whom the first alone has the first."""
     x = np.zeros((60, 2))
-    x[:, 0] = np.where(np.arange(60) % 2 == 0, 1.0, -1.0) + 0.05 * rng.normal(size=60)
+    x[:, 0] = np.arange(60) % 2 == 0
     x[[0, 1, 3, 5, 7, 9, 11, 13], 1] = rng.uniform(5, 9, 8)
-    y = (rng.random(60) < 0.5).astype(float) if model == "logistic" else rng.poisson(3, 60).astype(float)
-    return protocol.Donors(x, y, np.full(60, 20))
+    y = (rng.random(60) < 0.5).astype(float) if model in ("logistic", "cox") else rng.poisson(3, 60).astype(float)
+    return protocol.Donors(x, y, np.full(60, 20), rng.integers(0, 24, 60) if model == "cox" else None)
 
 
-def test_steered_weights_do_not_pick_the_only_donor_with_a_feature(monkeypatch):
-    """Attack on L5: expected outcomes are spread over thirty donors, of whom one has the second feature."""
-    c, mine = case("poisson"), rare_feature("poisson", np.random.default_rng(0))
-    side, state = protocol.Side(c.params, mine), protocol.State(c.params)
-    assert side.arranged.large >= 0
-    state.betas = [np.array([5.0, 0.0])]
-
-    def read():
-        _, _, score, _, _, J = side.part(0, "L5", state).values
-        first = (mine.x.T @ mine.y)[1] - score  # Σ m x; the sum of x y is in F_u and T_u
-        return (J + first**2 / mine.y.sum()) / first
-
-    now = read()
-    assert side._effective(state, state.betas) == 0
-    monkeypatch.setattr(protocol, "MOST", 1.0)
-    assert side._effective(state, state.betas) >= 3  # the weights alone say nothing
-    assert read() == pytest.approx(mine.x[0, 1], rel=1e-3)
-    assert abs(now - mine.x[0, 1]) > 0.5
+@pytest.mark.parametrize("model", MODELS)
+def test_the_only_donor_with_two_features_is_left_out(model):
+    """Attack without a deviation: Σ x₁ x₂ is the value of the one donor that has both features."""
+    c, mine = case(model), rare_feature(model, np.random.default_rng(1))
+    same(c.params, mine, without(mine, 0))
+    more = dataclasses.replace(mine, x=mine.x.copy())
+    more.x[[2, 4], 1] = 6.0  # three donors with both
+    assert len(protocol.prepared(c.params, more).at) == 60
 
 
-def test_weights_that_leave_donors_to_the_last_digits_are_withheld(monkeypatch):
-    """Where those with large weights lack a feature, a weight of 1e-23 still shows: the attacker chooses the scale."""
-    c, mine = case("logistic"), rare_feature("logistic", np.random.default_rng(0))
-    x = np.stack([np.sign(mine.x[:, 0]), mine.x[:, 1]], axis=1)
-    x[0, 0] = -0.8
-    mine = dataclasses.replace(mine, x=x, y=(np.arange(60) % 3 == 0).astype(float))
-    side, state = protocol.Side(c.params, mine), protocol.State(c.params)
-    assert side.arranged.large >= 0
-    state.betas = [np.array([30.0, 0.0])]
-    assert side._effective(state, state.betas) == 0
-    monkeypatch.setattr(protocol, "FLAT", np.inf)
-    assert side._effective(state, state.betas) >= 3  # its column is taken for rounding
-    (m,) = side._expected(state, state.betas)
-    part = m[side.row] * x[:, 1]
-    assert part[0] > 0.9 * part.sum()
+def test_the_only_donor_of_a_level_is_left_out():
+    c, rng = case("logistic", p=1), np.random.default_rng(0)
+    x = np.zeros((40, 1))
+    x[[3, 9], 0] = 1.0
+    x[20:, 0] = 2.0
+    mine = protocol.Donors(x, (rng.random(40) < 0.5).astype(float), np.full(40, 20))
+    same(c.params, mine, without(mine, [3, 9]))
 
 
-def test_what_a_range_expects_rests_on_enough_donors():
-    """Attack on L6: at steep coefficients the lowest range expects what one donor of it does."""
-    rng, withheld, shown = np.random.default_rng(0), 0, 0
-    c = case("logistic", p=1)
-    for _ in range(30):
-        mine = protocol.Donors(rng.normal(size=(50, 1)), (rng.random(50) < 0.5).astype(float), np.full(50, 20))
-        side, state = protocol.Side(c.params, mine), protocol.State(c.params)
-        if side.arranged.large < 0:
-            continue
-        state.moments = np.eye(1)
-        state.first, state.betas = [np.array([0.5])], [np.array([float(rng.uniform(0.5, 7))])]
-        (ranges,), donors = side._ranges(state)
-        assert (donors > 0) == bool(side.part(0, "L6", state).donors)
-        if donors == 0:
-            withheld += 1
-            continue
-        (m,) = side._expected(state, state.betas)
-        rows, inside = side.row, side.inside
-        for b in range(protocol.BINS):
-            part = m[rows] * inside * (ranges[rows] == b)
-            if part.any():
-                shown += 1
-                assert np.square(part).max() / np.square(part).sum() <= 1 / 3 + 1e-9
-    assert withheld > 3
-    assert shown > 10
+@pytest.mark.parametrize("model", ["logistic", "cox"])
+def test_a_level_in_which_one_donor_has_the_outcome_is_projected_out(model):
+    """The cell (level, event) has one donor: numbers do not change when the event moves to another donor with it."""
+    c, rng = case(model), np.random.default_rng(3)
+    x = np.stack([rng.normal(size=40), np.arange(40) % 4 == 0], axis=1).astype(float)
+    y = (rng.random(40) < 0.5).astype(float)
+    y[x[:, 1] > 0] = 0.0
+    y[8] = 1.0
+    mine = protocol.Donors(x, y, np.full(40, 20), rng.integers(0, 24, 40) if model == "cox" else None)
+    ready = protocol.prepared(c.params, mine)
+    assert ready.open.tolist() == [True, False]
+    assert not ready.x[:, 1].any()
+    assert abs(np.corrcoef(ready.x[:, 0], x[ready.at, 1])[0, 1]) < 0.1
+    _, _, C0, C1, _, K01, K11 = parts_of(c.params, mine)[1].values
+    assert (C1, K01, K11) == (0.0, 0.0, 0.0)
+    assert C0 != 0
 
 
-@pytest.mark.parametrize("model", ["poisson", "negbin"])
-def test_one_large_exposure_is_no_centre(model):
-    """Attack: differences within a group are from a mean with exposures as weights, so from one donor's features."""
+@pytest.mark.parametrize("model", ["logistic", "cox", "poisson"])
+def test_a_site_with_fewer_events_than_donors_needed_adds_nothing(model):
+    """The score of a single event is that donor's features less a mean."""
+    c = case(model)
+    mine = dataclasses.replace(plain(c)[c.params.sites[0]], y=np.zeros(40))
+    mine.y[[4, 7]] = 1.0
+    if model == "cox":
+        mine.interval[[4, 7]] = 0
+    parts = parts_of(c.params, mine)
+    assert not any(part.values.any() for part in parts)
+    assert all(part.donors is None for part in parts)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_feature_far_from_all_others_does_not_show(model):
+    """A donor at 10³ or 10⁶ deviations adds what one at the bound adds."""
+    rng, c = np.random.default_rng(0), case(model, p=1)
+    x = rng.normal(size=(40, 1))
+    x[7] = 1e3
+    y = (rng.random(40) < 0.5).astype(float) if model in ("cox", "logistic") else rng.poisson(3, 40).astype(float)
+    near = protocol.Donors(x, y, np.full(40, 20), rng.integers(0, 24, 40) if model == "cox" else None)
+    far = dataclasses.replace(near, x=np.where(np.arange(40)[:, None] == 7, 1e6, x))
+    same(c.params, near, far, rtol=1e-6)
+    assert shares_of(protocol.prepared(c.params, far).x).max() <= 1 / 3
+
+
+@pytest.mark.parametrize("model", ["linear", "poisson", "negbin"])
+def test_an_outcome_far_from_all_others_does_not_show(model):
+    """Σ (y - ȳ)² is that of one donor whose count is far from all others."""
+    rng, c = np.random.default_rng(0), case(model, p=1)
+    y = rng.poisson(3, 40).astype(float)
+    y[7] = 5000.0
+    near = protocol.Donors(rng.normal(size=(40, 1)), y, np.full(40, 20))
+    far = dataclasses.replace(near, y=np.where(np.arange(40) == 7, 5e7, y))
+    same(c.params, near, far, rtol=1e-6)
+
+
+@pytest.mark.parametrize("model", ["cox", "km"])
+def test_a_time_far_from_all_others_does_not_show(model):
+    rng, c = np.random.default_rng(0), case(model, p=1)
+    interval = rng.integers(4, 10, 40)
+    interval[[5, 6, 8]] = 11
+    near = protocol.Donors(
+        rng.normal(size=(40, len(c.params.columns))),
+        (rng.random(40) < 0.5).astype(float),
+        np.full(40, 20),
+        interval,
+        arm=np.zeros(40, np.int64),
+    )
+    near.interval[7] = 20
+    far = dataclasses.replace(near, interval=np.where(np.arange(40) == 7, 23, near.interval))
+    same(c.params, near, far)
+
+
+def test_every_risk_set_has_enough_donors():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        y, interval = (rng.random(15) < 0.6).astype(float), rng.integers(0, 40, 15)
+        after, ends = protocol.followed(y, interval, 3)
+        for t in ends[after > 0]:
+            assert (ends >= t).sum() >= 3
+        assert (after <= y).all()
+
+
+@pytest.mark.parametrize("model", ["linear", "logistic", "poisson"])
+def test_one_large_exposure_is_left_out(model):
+    """Attack: the information with exposures as weights is the scatter around one donor's features."""
     rng, c = np.random.default_rng(3), case(model)
     exposure = np.ones(40)
     exposure[5] = 5000.0
-    y = rng.poisson(3, 40).astype(float)
-    y[5] = 9000.0
+    y = (rng.random(40) < 0.5).astype(float) if model == "logistic" else rng.poisson(3, 40).astype(float)
     mine = protocol.Donors(rng.normal(size=(40, 2)), y, np.full(40, 20), exposure=exposure)
-    made = protocol.arranged(c.params, mine)
-    for g in np.unique(made.kept[made.kept >= 0]):
-        share = np.square(exposure[made.kept == g])
-        assert share.max() / share.sum() <= 1 / 3 + 1e-9
-    assert (made.kept >= 0).sum() > 20
-    everyone = np.zeros(40, np.int64)
-    exposed = protocol.outcomes.within(c.params.likelihood, mine.x, y, everyone, everyone, exposure)
-    d = mine.x - mine.x[5]
-    np.testing.assert_allclose(
-        exposed.information / exposed.information[0, 0], d.T @ d / (d[:, 0] @ d[:, 0]), atol=0.02
-    )  # of one group: the scatter around donor 5
+    same(c.params, mine, without(mine, 5))
 
 
-def test_open_sums_of_products_show_a_feature_that_one_donor_has():
-    """No attack is needed, and nothing prevents it: of the donors with one feature a single one has the other."""
-    for model, line in (("logistic", "L2"), ("linear", "L3")):
-        c, mine = case(model), rare_feature(model, np.random.default_rng(1))
-        mine = dataclasses.replace(mine, x=np.stack([(mine.x[:, 0] > 0).astype(float), mine.x[:, 1]], axis=1))
-        part = protocol.Side(c.params, mine).part(0, line, protocol.State(c.params))
-        product = part.values[4] if model == "logistic" else part.values[8] + part.values[3] * part.values[4] / 60
-        assert product == pytest.approx(mine.x[0, 1])
-        assert part.donors >= 3
+def test_what_a_site_adds_rests_on_enough_donors_whatever_its_features():
+    """Levels, zeros, integers and heavy tails: cells, parts of squares, leverage and risk sets are bounded."""
+    used = closed = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        n, p = int(rng.integers(12, 60)), int(rng.integers(1, 5))
+        columns = [
+            rng.standard_t(1.5, n),
+            (rng.random(n) < rng.uniform(0.05, 0.5)).astype(float),
+            np.where(rng.random(n) < 0.8, 0.0, rng.uniform(1, 9, n)),
+            rng.integers(50, 60, n).astype(float),
+        ]
+        model = MODELS[seed % 5]
+        x = np.stack(columns[:p], axis=1)
+        y = rng.poisson(1.0, n).astype(float) if model in ("poisson", "negbin") else rng.integers(0, 2, n).astype(float)
+        c = case(model, p=p)
+        mine = protocol.Donors(x, y, np.full(n, 20), rng.integers(0, 24, n) if model == "cox" else None)
+        if n < 2 * (p + 1):
+            continue
+        ready = protocol.prepared(c.params, mine)
+        if not ready.donors:
+            assert not any(part.values.any() for part in parts_of(c.params, mine))
+            continue
+        used += 1
+        closed += not ready.open.all()
+        free = ready.x[:, ready.open]
+        assert shares_of(free).max() <= 1 / 3 + 1e-9
+        assert protocol.leverage_of(free).max() <= 0.5 + 1e-6
+        for i in range(p):
+            for j in range(i + 1):
+                codes = [protocol.levels_of(x[ready.at, k], 3) for k in (i, j)]
+                assert not protocol.rare(*codes, 3).any()
+            if (
+                ready.open[i]
+                and model in ("logistic", "cox")
+                and len(np.unique(codes := protocol.levels_of(x[ready.at, i], 3))) > 1
+            ):
+                cells = np.unique(np.stack([codes, ready.y]), axis=1, return_counts=True)[1]
+                assert cells.min() >= 3
+        for own in protocol.own_fits(c.params, ready, 0.5, 3):
+            assert own.table.n.min() >= 3
+        for part in parts_of(c.params, mine):
+            assert isinstance(part, Contribution)
+            assert part.donors >= 3
+    assert used > 20
+    assert closed > 3
 
 
-def test_open_a_group_mean_is_a_third_of_a_donor_far_from_all():
-    rng, c = np.random.default_rng(0), case("cox", p=1)
-    x = rng.normal(size=(40, 1))
-    x[7] = 1000.0
-    mine = protocol.Donors(x, (rng.random(40) < 0.5).astype(float), np.full(40, 20), rng.integers(0, 24, 40))
-    table = protocol.arranged(c.params, mine).table
-    far = int(np.argmax(table.x[:, 0]))
-    assert table.n[far] >= 3
-    assert table.x[far, 0] * table.n[far] == pytest.approx(1000.0, rel=0.02)
+def test_the_largest_part_of_a_site_in_its_own_weights_is_bounded():
+    """The information has weights of the likelihood: at steep coefficients few donors would have all of it."""
+    c, rng = case("poisson", p=1), np.random.default_rng(2)
+    x = rng.normal(size=(30, 1))
+    y = np.rint(np.exp(3 * x[:, 0])).clip(0, 60)
+    ready = protocol.prepared(c.params, protocol.Donors(x, y, np.full(30, 20)))
+    steep = protocol.outcomes.grouped(protocol.standardised(ready.x), ready.y, np.arange(len(ready.y)))
+    b = np.array([4.0])
+    found = protocol.outcomes.evaluate("poisson", steep, b)
+    assert protocol.heaviest(c.params, steep, found, 0.0) > 0.5
+    (own,) = protocol.own_fits(c.params, ready, 0.0, 3)
+    assert own.information[0, 0] > 0
 
 
-def test_open_sums_of_squares_show_an_outcome_far_from_all():
+def test_what_others_send_changes_nothing_but_the_place_of_ranges():
+    """A malicious site chooses coefficients at L4 by its part of L3; donors enter there as groups made before."""
+    for model in ("cox", "logistic", "poisson"):
+        c = case(model, n=60)
+        mine = plain(c)[c.params.sites[0]]
+        seen = []
+        for aim in (np.zeros(2), np.array([50.0, -3.0])):
+            side, state = protocol.Side(c.params, mine), protocol.State(c.params)
+            state.donors, state.total = 1e9, 7.0
+            fits = side.part(1, "L3", state).values
+            state.betas = [aim]
+            side.part(2, "L4", state)
+            seen.append((fits, side.own[0].table.x.copy(), side.own[0].table.n.copy()))
+        for a, b in zip(*seen, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert seen[0][2].min() >= 3
+
+
+def test_groups_and_features_leave_no_donor_much_leverage():
+    """Outcomes enter sums with the features and, at L4, with groups by prediction: in both no donor stands out."""
+    several = 0
+    for seed in range(20):
+        c = case("logistic", seed=seed, n=50, p=3, fits=((0, 2), (1, 2)))
+        ready = protocol.prepared(c.params, plain(c)[c.params.sites[0]])
+        columns = ready.x
+        for f in c.params.fits:
+            own, codes = protocol.own_fit(c.params, ready, f, 0.0, 3, columns)
+            columns = np.hstack([columns, (codes[:, None] == np.arange(1, codes.max() + 1)).astype(float)])
+            several += codes.max() > 0
+            for g in range(len(own.table)):
+                assert 3 <= own.table.y[g] <= own.table.n[g] - 3
+        assert protocol.leverage_of(columns).max() <= 0.5 + 1e-6
+    assert several > 10
+
+
+def test_two_runs_with_other_features_differ_in_whole_blocks():
+    """Attack: a covariate that one donor lacks, in a second run; the difference of the sums would be that donor."""
     rng = np.random.default_rng(0)
-    y = rng.poisson(3, 40).astype(float)
-    y[7] = 5000.0
-    mine = protocol.Donors(rng.normal(size=(40, 1)), y, np.full(40, 20))
-    c = case("linear", p=1)
-    values = protocol.Side(c.params, mine).part(0, "L3", protocol.State(c.params)).values
-    assert np.sqrt(values[-1] * 40 / 39) == pytest.approx(5000.0, rel=0.01)
+    names = [f"donor-{i}" for i in range(25)]
+    everyone = blocks_of(names, np.ones(25, bool), 3)
+    assert np.bincount(everyone).min() >= 3
+    used = []
+    for _ in range(30):
+        there = rng.random(25) < 0.9
+        block = blocks_of(names, there, 3)
+        assert np.array_equal(block[block >= 0], everyone[block >= 0])
+        x = np.stack([rng.normal(size=25), rng.random(25) < 0.15], axis=1).astype(float)
+        at = protocol.common_donors(x, 3, block=block)
+        assert there[at].all()
+        used.append(np.isin(np.arange(25), at))
+    for one in used:
+        for other in used:
+            assert (one != other).sum() == 0 or (one != other).sum() >= 3
+    assert len({tuple(u) for u in used}) > 5
 
 
-@pytest.mark.parametrize("model", ["cox", "negbin"])
-def test_other_models_never_evaluate_donors(model):
-    c = case(model, n=100, p=1)
-    assert protocol.arranged(c.params, plain(c)[c.params.sites[0]]).large < 0
-
-
-def test_linear_sums_rest_on_enough_donors():
-    """Donors that stand out have the mean features of a group; the coefficients stay unbiased."""
-    rng, grouped = np.random.default_rng(1), 0
-    c = case("linear")
-    for _ in range(20):
-        x = rng.standard_t(3, size=(40, 2))
-        mine = protocol.Donors(x, x @ [1.0, 2.0], np.full(40, 20))
-        made = protocol.arranged(c.params, mine)
-        soft = protocol.softened(x, made.groups, made.kept)
-        X = np.hstack([np.ones((40, 1)), soft])
-        h = np.einsum("ip,pq,iq->i", X, np.linalg.inv(X.T @ X), X)
-        assert h.max() <= 1 / 3 + 1e-6
-        assert made.donors >= 3 * (1 - 1e-6)
-        np.testing.assert_allclose(np.linalg.lstsq(X, mine.y)[0], [0, 1, 2], atol=0.3)
-        grouped += not np.allclose(soft, x)
-    assert grouped > 5
-
-
-def test_tables_are_made_before_the_first_message():
-    """What others send changes neither the groups nor the sums within them."""
-    c = case("cox")
-    mine = plain(c)[c.params.sites[0]]
-    side = protocol.Side(c.params, mine)
-    before = side.arranged.table.x.copy(), side.arranged.groups.codes.copy()
-    state = protocol.State(c.params)
-    state.center, state.scale, state.betas = np.array([1e3, -5.0]), np.array([1e-3, 7.0]), [np.array([5.0, -3.0])]
-    state.first = state.betas
-    for line in ("L2", "L3", "L4", "L5", "L6"):
-        side.part(0, line, state)
-    assert np.array_equal(side.arranged.table.x, before[0])
-    assert np.array_equal(side.arranged.groups.codes, before[1])
-
-
-def test_times_are_shared_by_enough_donors():
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        interval = rng.integers(0, 30, 25)
-        counts = np.bincount(protocol.moved(interval, Thresholds()))
-        assert counts[counts > 0].min() >= 3
+def test_curves_rest_on_runs():
     c = case("km", n=21)
     for mine in plain(c).values():
-        here, interval, events, runs = protocol.runs_of(c.params, mine)
+        _, _, events, runs = protocol.runs_of(c.params, mine)
         assert runs.donors.min() >= 3
         for r in range(len(runs)):
-            at = runs.codes == r
-            assert len(np.unique(events[at])) == 1  # each has the run's share
-            assert events[at].sum() == pytest.approx(mine.y[here][at].sum())
-            swapped = mine.interval[here].copy()
-            one, *_, other = np.flatnonzero(at)
-            swapped[[one, other]] = swapped[[other, one]]  # who of a run comes first does not show
-            again = dataclasses.replace(mine, interval=swapped) if len(here) == len(mine.y) else None
-            if again is not None:
-                part = protocol.Side(c.params, again).part(0, "L8", protocol.State(c.params))
-                whole = protocol.Side(c.params, mine).part(0, "L8", protocol.State(c.params))
-                np.testing.assert_allclose(part.values, whole.values, atol=1e-9)
+            assert len(np.unique(events[runs.codes == r])) == 1  # each has the run's share
+    for part in parts_of(c.params, plain(c)[c.params.sites[0]]):
+        assert part.donors >= 3
 
 
 def test_runs_keep_times_that_enough_donors_share():
@@ -513,21 +495,9 @@ def test_runs_keep_times_that_enough_donors_share():
     assert protocol.runs_in(np.arange(7), 1).tolist() == list(range(7))
 
 
-def test_every_contribution_names_its_donors():
-    for model in ("linear", "logistic", "poisson", "negbin", "cox", "km"):
-        c = case(model)
-        side, state = protocol.Side(c.params, plain(c)[c.params.sites[0]]), protocol.State(c.params)
-        state.first = state.betas
-        for number, (line, _, length) in enumerate(protocol.lengths_of(c.params)):
-            part = side.part(number, line, state)
-            assert isinstance(part, Contribution)
-            assert len(part.values) == length
-            assert part.donors >= 3
-
-
-@pytest.mark.parametrize(("model", "rounds"), [("linear", 1), ("poisson", 7)])
-def test_lies(model, rounds):
-    c, twin = (case(model, seed=s, n=24, p=1, rounds=rounds) for s in (5, 6))
+@pytest.mark.parametrize("model", ["linear", "poisson"])
+def test_lies(model):
+    c, twin = (case(model, seed=s, n=24, p=1) for s in (5, 6))
 
     def right(lie, ended):
         for found in ended.values():
@@ -545,7 +515,7 @@ def test_lies(model, rounds):
 
 def test_a_site_that_dies_ends_the_run_by_name():
     c = case("cox")
-    faults = [Fault("kill", c.params.sites[0], HUB, "Masked", nth=3)]
+    faults = [Fault("kill", c.params.sites[0], HUB, "Masked", nth=2)]
     run = run_protocol(protocol, c, faults=faults, timeout=1.5)
     assert not values(run)
     assert all(e.code for e in run.errors.values())

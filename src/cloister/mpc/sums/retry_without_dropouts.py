@@ -1,4 +1,6 @@
-"""Attempts: a step that needs all of its parties is begun again without those who stopped.
+"""Retry without dropouts: a step that needs all of its parties is begun again without those who stopped.
+
+Its name on the wire, in receipts and in `cloister explain` is `attempts`.
 
     A1   S ⇒ u   who takes part: fewer in every attempt, and never somebody who was left out before
     A2   u → S   whether the step came to its end here
@@ -12,16 +14,16 @@ the id of an attempt depends on every list so far, so that sites with different 
 Reveals
 -------
 every party : who takes part in which attempt.
-lying coordinator : it may begin again without a site that is there, and sees what the step reveals once per list. The
-    lists shrink, so these are at most as many as there are sites. It cannot go on without a site that found something
-    wrong, if another site has heard of it.
-one lying site : nothing more. It may leave, and be left out; it cannot have another left out.
+malicious coordinator : it may begin again without a site that is there, and sees what the step reveals once per list.
+    The lists shrink, so these are at most as many as there are sites. It cannot go on without a site that found
+    something wrong, if another site has heard of it.
+one malicious site : nothing more. It may leave, and be left out; it cannot have another left out.
 
 Assumes
 -------
 The coordinator stays. Only who is gone is left out: a party that stops because it found something wrong (a proof that
-does not hold, a message of another run) ends the step for all, under the name of what it found. Otherwise a liar who
-sends one honest site after the other something wrong would be left with the list that it likes.
+does not hold, a message of another run) ends the step for all, under the name of what it found. Otherwise a party
+that sends one honest site after the other something wrong would be left with the list that it likes.
 """
 
 from __future__ import annotations

@@ -76,6 +76,17 @@ def normalise(params: Normalisation, x: Any, library: F64 | None) -> Any:
     return x
 
 
+def rows_of(x: Any, of: I64) -> scipy.sparse.csr_matrix:
+    """Counts of some cells; a matrix on disk is read in runs."""
+    if hasattr(x, "tocsr") or isinstance(x, np.ndarray):
+        return scipy.sparse.csr_matrix(x[of], dtype=np.float64)
+    step, parts = max(1, BLOCK // max(1, x.shape[1])), []
+    for start in range(0, x.shape[0], step):
+        block = scipy.sparse.csr_matrix(x[start : min(start + step, x.shape[0])], dtype=np.float64)
+        parts.append(block[of[(of >= start) & (of < start + step)] - start])
+    return scipy.sparse.vstack(parts).tocsr()
+
+
 def moments(params: Normalisation, mine: Cells, common: tuple[str, ...]) -> F64:
     """n, Σy, Σy², Σl, Σl² as one vector."""
     g = len(common)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cloister.cells.genes import for_people, readable, with_symbols
 from cloister.report.figures import COLOURS, QUIET, canvas, shown
 from cloister.session import Outcome
 from cloister.workflows.compare_groups.pooled_contrasts import Compared
@@ -48,12 +49,13 @@ def tables(found: Compared, options: Options) -> dict[str, Any]:
                 own |= {"log_fold_change": tested.effect[order], "average": result.average[order]}
             rows[result.composition].append(pd.DataFrame({**own, **numbers}))
     made = {"expression": (rows[False], EXPRESSION), "composition": (rows[True], COMPOSITION)}
-    return {
+    told = {
         name: pd.concat(parts, ignore_index=True)[list(columns)]
         if parts
         else pd.DataFrame(columns=list(columns), dtype=float)
         for name, (parts, columns) in made.items()
     }
+    return told | {"expression": with_symbols(told["expression"])}
 
 
 def summary(found: Compared, options: Options) -> dict[str, Any]:
@@ -66,10 +68,10 @@ def summary(found: Compared, options: Options) -> dict[str, Any]:
 
 
 def _told(result: Result, options: Options) -> dict[str, Any]:
-    differ = {}
+    differ, names = {}, result.names if result.composition else readable(result.names)
     for name, tested in zip(options.contrast_names(), result.tested, strict=True):
         best = np.argsort(tested.p, kind="stable")[:TOP]
-        top = [result.names[i] for i in best if tested.fdr[i] < options.fdr]
+        top = [names[i] for i in best if tested.fdr[i] < options.fdr]
         differ[name] = {"differ": int((tested.fdr < options.fdr).sum()), "first": top}
     return {
         "of": "composition" if result.composition else result.label or "all cells",
@@ -109,7 +111,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 def volcano(part: Any, label: str, contrast: str, level: float) -> Any:
     """Effect against p, one point per gene; the clearest are named."""
-    differs = part["fdr"].to_numpy(dtype=float) < level
+    part, differs = for_people(part), part["fdr"].to_numpy(dtype=float) < level
     with canvas(width=5.6, height=4.0) as c:
         draw_volcano(c.axis, part, contrast, level)
         first = ", ".join(map(str, part["gene"][differs].iloc[:5]))
@@ -118,6 +120,7 @@ def volcano(part: Any, label: str, contrast: str, level: float) -> Any:
 
 
 def draw_volcano(axis: Any, part: Any, contrast: str, level: float) -> None:
+    part = for_people(part)
     effect, p, fdr = (part[k].to_numpy(dtype=float) for k in ("log_fold_change", "p", "fdr"))
     height, differs = -np.log10(np.maximum(p, 1e-300)), fdr < level
     axis.scatter(effect[~differs], height[~differs], s=8, c=QUIET, lw=0)

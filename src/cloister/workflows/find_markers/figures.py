@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cloister.cells.genes import for_people
 from cloister.report.figures import Canvas, Figure, canvas, shown
 from cloister.session import Outcome
 
@@ -30,6 +31,7 @@ def dot_plot(table: Any, each: int = EACH) -> Figure:
 
 def best_genes(table: Any, each: int = EACH, most: int = MOST) -> dict[str, list[str]]:
     """The best genes of each label, in the table's order; a gene stands under the first label that has it."""
+    table = for_people(table)
     text, seen = table["label"].astype(str), set[str]()
     best: dict[str, list[str]] = {}
     for label in [str(x) for x in table["label"].unique()][:most]:
@@ -50,6 +52,7 @@ def draw_dots(c: Canvas, table: Any, best: Mapping[str, list[str]]) -> None:
     A fold change against cells that do not express the gene is infinite, and NaN in the table: the end of the scale.
     """
     labels, genes = [*best], [g for some in best.values() for g in some]
+    table = for_people(table)
     some = table.assign(label=table["label"].astype(str), gene=table["gene"].astype(str))
     some = some[some["gene"].isin(genes)]
     tables = {k: some.pivot(index="label", columns="gene", values=k) for k in ("log_fold_change", "fraction", "t")}

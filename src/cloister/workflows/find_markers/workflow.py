@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from cloister.cells import tables as cells
-from cloister.cells.genes import check_unique
+from cloister.cells.genes import check_unique, readable, with_symbols
 from cloister.errors import DataError, ParameterError
 from cloister.session import Outcome, RemoteSession, Session
 from cloister.workflows import Workflow
@@ -39,7 +39,7 @@ class Options:
     library_key: str | None = option(
         None, "column of obs with each cell's library size; the sum of common genes if none"
     )
-    target_sum: float = option(1e4, "counts per cell after normalisation")
+    target_sum: float = option(1e4, "counts per cell after normalisation", retired=True)
     min_cells: int = option(10, "smallest number of a site's own cells behind any opened number", opens=True)
     donor_key: str | None = option(None, "column of obs with donors; with it, labels are compared over donors as well")
     min_donors: int = option(
@@ -131,15 +131,16 @@ def table_of(found: Markers) -> pd.DataFrame:
     table = table[table["t"].notna()].sort_values(["label", "t"], ascending=[True, False], kind="stable")
     table = table.reset_index(drop=True)
     table.index = table.index.astype(str)  # as AnnData files have it
-    return table
+    return with_symbols(table)
 
 
 def summary(found: Markers) -> dict[str, Any]:
     best: dict[str, list[str]] = {}
+    genes = readable(found.genes)
     for k, name in enumerate(found.labels):
         if found.cells[k]:
             order = np.argsort(-found.t[k], kind="stable")[:NAMED]
-            best[name] = [found.genes[i] for i in order if found.t[k, i] > 0]
+            best[name] = [genes[i] for i in order if found.t[k, i] > 0]
     result: dict[str, Any] = {
         "genes": len(found.genes),
         "cells": {name: int(n) for name, n in zip(found.labels, found.cells, strict=True) if n},

@@ -2,8 +2,10 @@
 
     L1   u, S    common genes, common seed       genes that every site measured; a secret of the sites, for checked sums
     L2   u       x of each donor: log expression per cell type and gene, of its own cells. Groups of similar donors,
-                 each of min_donors or more, formed before the first sum from u's own donors alone; only their means
-                 are used, x̄, less the mean of u if the study says so
+                 each of min_donors or more, formed before the first sum from all genes of u's own donors alone; only
+                 their means are used, x̄, less the mean of u if the study says so. No donor has more than
+                 1 / min_donors of a column's squares. Where fewer than min_donors of a group have the cell type, or
+                 express a gene that most do not, the mean of the other groups stands in
          u, S    checked sum: donors per cell type; Σ n x̄ and Σ n x̄² per column         of types that min_donors have
          u, S    columns with the largest variance, at every party alike
     L3   u, S    checked sum of Σ n z zᵀ over these columns, z = x̄ - mean over all sites
@@ -11,9 +13,10 @@
     L4   u       scores of its own donors: (x - mean) times the programs; they stay
     L5   u, S    all sites received the same broadcasts     (same_view)
 
-A donor without enough cells of a type has the mean of its site there. The programs are principal components of donors x
-(cell type, gene), the matricised Tucker decomposition of [FBA26], on group means in place of donors. Similar donors
-differ least along the main programs, so these survive; what is a donor's own is averaged away.
+When groups are formed, a donor without enough cells of a type has the mean of its site there. The programs are
+principal components of donors x (cell type, gene), the matricised Tucker decomposition of [FBA26], on group means in
+place of donors. Similar donors differ least along the main programs, so these survive; what is a donor's own is
+averaged away.
 
 Reveals
 -------
@@ -60,6 +63,7 @@ from cloister.mpc.net.channel import Channel
 from cloister.mpc.sums import checked_sum, common_seed, consistency_check
 from cloister.study import Party
 from cloister.workflows.common import common_genes
+from cloister.workflows.common.bounded_values import bounded_columns
 from cloister.workflows.common.gene_moments import join_sum, split_sum
 
 NAME = "common_programs"
@@ -159,24 +163,46 @@ class Side:
         check_site(params, mine)
         self.params, self.common = params, common
         self.open = mine.present.sum(axis=0) >= mine.thresholds.min_donors  # cell types that this site speaks of
-        x = mine.x[:, :, match_genes(list(mine.names), common)]
-        for t in range(len(params.labels)):
-            own = x[mine.present[:, t], t].mean(axis=0) if self.open[t] else np.zeros(len(common))
-            x[~mine.present[:, t] if self.open[t] else slice(None), t] = own
-        self.x: F64 = x.reshape(len(x), -1)
-        n = len(x)
+        least, n, T = mine.thresholds.min_donors, len(mine.cells), len(params.labels)
+        whole = mine.x.copy()
+        for t in range(T):
+            own = whole[mine.present[:, t], t].mean(axis=0) if self.open[t] else np.zeros(len(mine.names))
+            whole[~mine.present[:, t] if self.open[t] else slice(None), t] = own
+        at = match_genes(list(mine.names), common)
+        self.x: F64 = whole[:, :, at].reshape(n, -1)
         rows = Rows(n, np.arange(n), mine.thresholds, mine.cells)
-        if mine.thresholds.min_donors == 1:
+        if least == 1:
             self.groups = SimilarGroups(np.arange(n), mine.cells, np.ones(n, np.int64))
-        else:
-            self.groups = rows.similar(self.x - self.x.mean(axis=0))
+        else:  # by all genes of this site: the groups do not depend on what others measured
+            flat = bounded_columns(whole.reshape(n, -1), least)
+            self.groups = rows.similar(flat - flat.mean(axis=0))
         self.size = np.bincount(self.groups.codes[self.groups.codes >= 0], minlength=len(self.groups)).astype(
             np.float64
         )
-        self.table = self.groups.means(self.x)  # (groups, T G)
+        self.table = self._table(mine.present, mine.x[:, :, at] > 0, least)
         if params.within and len(self.groups):
             own_mean = self.size @ self.table / self.size.sum()
             self.table, self.x = self.table - own_mean, self.x - own_mean
+
+    def _table(self, present: Bits, expressed: Bits, least: int) -> F64:
+        """Means of groups, (groups, T G), of values of which no donor dominates a column.
+
+        Where fewer than min_donors of a group have the cell type, the mean would be that of these few and of values
+        that stand in. The same holds for a gene that most donors do not express, if from 1 to that many in the group
+        do. There the group has the mean of the other groups, so its own does not show as a difference either.
+        """
+        table = self.groups.means(bounded_columns(self.x, least))
+        if least == 1:
+            return table
+        hot = (self.groups.codes[:, None] == np.arange(len(self.groups))).astype(np.float64)
+        has = np.repeat(hot.T @ present, len(self.common), axis=1)
+        there = (expressed & present[:, :, None]).reshape(len(present), -1)
+        shown = hot.T @ there
+        common = 2 * there.sum(axis=0) >= np.repeat(present.sum(axis=0), len(self.common))
+        good = (has >= least) & (common | (shown == 0) | (shown >= least))
+        weight = good * self.size[:, None]
+        others: F64 = (weight * table).sum(axis=0) / np.maximum(weight.sum(axis=0), 1.0)
+        return np.where(good, table, others)
 
     def means(self) -> Contribution:
         """L2."""

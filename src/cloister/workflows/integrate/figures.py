@@ -9,7 +9,7 @@ import numpy as np
 
 from cloister.arrays import Array
 from cloister.models.harmony import unit
-from cloister.report.figures import COLOURS, MOST_LABELS, MOST_POINTS, Figure, canvas, shown
+from cloister.report.figures import COLOURS, Figure, canvas, draw_points, shown, some_points
 from cloister.session import Outcome
 
 if TYPE_CHECKING:
@@ -40,23 +40,25 @@ def mixing_bars(outcomes: Mapping[str, Outcome]) -> Figure:
         return c.done("Mixing before and after", f"Share of own cells in a cell's clusters: {said}.")
 
 
-def joint_space(site: str, adata: AnnData, key: str, label_key: str, batch_key: str | None) -> Figure:
-    """A site's cells in the two axes in which all cells vary most; the others are counts in places, never points."""
+def joint_space(
+    site: str, adata: AnnData, key: str, label_key: str, batch_key: str | None, places: Mapping[str, int]
+) -> Figure:
+    """A site's cells in the two axes in which all cells vary most; the others are counts in places, never points.
+
+    `places` are those of all labels that are coloured, so that a label has one colour in the figures of all sites.
+    """
     notes = adata.uns[key]
     span, others = np.asarray(notes["span"]), np.asarray(notes["others"])
     points = (unit(np.asarray(adata.obsm[key])) - np.asarray(notes["center"])) @ np.asarray(notes["axes"])
     labels = colours_of(adata, site, label_key, batch_key)
-    keep = np.sort(np.random.default_rng(0).permutation(len(points))[:MOST_POINTS])
+    keep = some_points(len(points))
     kinds, sizes = np.unique(labels, return_counts=True)
     kinds = kinds[np.argsort(-sizes, kind="stable")]
     with canvas(width=5.6, height=3.8) as c:
         extent = (-span[0], span[0], -span[1], span[1])
         seen = np.ma.masked_equal(np.log1p(others.T), 0)
         c.axis.imshow(seen, origin="lower", extent=extent, aspect="auto", cmap="Greys", alpha=0.75, zorder=0)
-        for i, kind in enumerate(kinds):
-            here = keep[labels[keep] == kind]
-            name = shown(kind) if i < MOST_LABELS else None
-            c.axis.scatter(*points[here].T, s=6, c=COLOURS[i % len(COLOURS)], lw=0, alpha=0.75, label=name)
+        draw_points(c.axis, points[keep], labels[keep], {kind: places[kind] for kind in kinds}, size=6)
         c.axis.set(xlim=extent[:2], ylim=extent[2:], xticks=[], yticks=[], xlabel="axis 1", ylabel="axis 2")
         c.axis.grid(visible=False)
         c.axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, markerscale=2.5)

@@ -18,7 +18,7 @@ from cloister.papers import federated_harmony
 from cloister.session import Outcome, RemoteSession, Session
 from cloister.workflows import Workflow
 from cloister.workflows.integrate import pooled_harmony
-from cloister.workflows.integrate.figures import joint_space, mixing_bars
+from cloister.workflows.integrate.figures import colours_of, joint_space, mixing_bars
 from cloister.workflows.integrate.harmony_steps import WIDEST, Cells, Integrated, Params
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import check_min_donors, option
@@ -37,11 +37,11 @@ class Options:
     batch_key: str | None = option(None, "column of obs with batches; a site is one if none")
     n_clusters: int = option(0, "number of clusters; 0: a twentieth of the cells of a mean site, 2 to 100")
     theta: float = option(2.0, "strength of mixing")
-    sigma: float = option(0.1, "softness of clusters")
+    sigma: float = option(0.1, "softness of clusters", retired=True)
     ridge: float = option(0.06, "caution with which batches are moved")
     rounds: int = option(3, "corrections")
-    updates: int = option(1, "number of cluster updates per correction")
-    sweeps: int = option(3, "number of sums of cluster sizes per update, at which batches are balanced")
+    updates: int = option(1, "number of cluster updates per correction", retired=True)
+    sweeps: int = option(3, "number of sums of cluster sizes per update, at which batches are balanced", retired=True)
     min_cells: int = option(50, "smallest number of cells of a site")
     min_cluster_cells: int = option(10, "smallest number of similar cells of a site whose mean may enter a sum")
     donor_key: str | None = option(None, "column of obs with donors; without it, cells are counted")
@@ -254,7 +254,10 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """How far sites were mixed; and at every site that is here, its own cells among the others' density."""
     drawn = [mixing_bars(outcomes)] if any("own_site" in o.result for o in outcomes.values()) else []
     here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.uns}
-    return drawn + [joint_space(s, a, options.key_added, options.label_key, options.batch_key) for s, a in here.items()]
+    key, label_key, batch_key = options.key_added, options.label_key, options.batch_key
+    coloured = {str(n) for s, a in here.items() for n in colours_of(a, s, label_key, batch_key)}
+    places = {name: i for i, name in enumerate(sorted(coloured))}
+    return drawn + [joint_space(s, a, key, label_key, batch_key, places) for s, a in here.items()]
 
 
 WORKFLOW = Workflow(

@@ -62,7 +62,8 @@ def tables(found: protocol.Modelled, options: Any) -> dict[str, Any]:
     if options.each and rows["coefficients"]:
         first = {options.features[i]: options.design.columns[f.columns[0]] for i, f in enumerate(found.fits)}
         tested = [r for r in rows["coefficients"] if r["term"] == first[r["regression"]]]
-        rates = scipy.stats.false_discovery_control([r["p"] for r in tested])
+        tested = [r for r in tested if math.isfinite(r["p"])]
+        rates = scipy.stats.false_discovery_control([r["p"] for r in tested]) if tested else []
         for row, rate in zip(tested, rates, strict=True):
             row["fdr"] = float(rate)
     columns = {"coefficients": COEFFICIENTS, "contrasts": CONTRASTS, "calibration": CALIBRATION, "curves": CURVES}
@@ -128,8 +129,6 @@ def summary(found: protocol.Modelled, options: Any) -> dict[str, Any]:
         "openings": found.openings,
         "notes": list(found.notes),
     }
-    if found.groups:
-        told |= {"groups_of_donors": found.groups, "donors_within_groups": found.inside}
     for i, fit in enumerate(found.fits):
         name = options.features[i] if options.each else "all"
         told.setdefault("regressions", {})[name] = {
@@ -152,8 +151,10 @@ def summary(found: protocol.Modelled, options: Any) -> dict[str, Any]:
 
 def _global(fit: protocol.Fit) -> dict[str, float]:
     """Wald's test of all coefficients."""
-    square = float(fit.coefficients @ np.linalg.pinv(fit.covariance, hermitian=True) @ fit.coefficients)
-    p = len(fit.coefficients)
+    there = np.isfinite(fit.coefficients)
+    b = fit.coefficients[there]
+    square = float(b @ np.linalg.pinv(fit.covariance[np.ix_(there, there)], hermitian=True) @ b)
+    p = len(b)
     tail = scipy.stats.chi2.sf(square, p) if math.isinf(fit.df) else scipy.stats.f.sf(square / p, p, fit.df)
     return {"wald": square, "wald_p": float(tail)}
 

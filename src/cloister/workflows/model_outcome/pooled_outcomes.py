@@ -1,64 +1,60 @@
-"""Pooled outcomes: regression of donors' outcomes on their features, and survival curves, from checked sums.
+"""Pooled outcomes: regression of donors' outcomes on their features, and survival curves, from fixed checked sums.
 
     L1   u, S    common seed: a secret of the sites, for checked sums
-    L2   u       tables of its own donors, before the first sum and from nothing but its own rows:
-                 T_u   groups of similar donors, each of min_donors or more: donors, mean features, sum of outcomes;
-                       donors at risk and events in each interval of time
-                 F_u   score C and information K of the features less their group means, at coefficients of zero, of
-                       donors whose joint leverage is at most 1 / min_donors
-                 A site with enough donors for its features has one group of all: T_u says next to nothing then
-         u, S    checked sum: donors, Σ n x̄, Σ n x̄ x̄ᵀ, Σ y
-    L3   u, S    checked sum of F_u; for a linear model XᵀX, Xᵀy, yᵀy, and nothing else
-    for `rounds` rounds, at β that all know:
-    L4   u, S    checked sum: log likelihood, score and information of T_u, with u's own intercept or baseline hazard
-         u, S    β ← β + J⁻¹ (Σ U_table + C - K β), J = Σ J_table + K; the extra variance of counts is in F_u
-    L5   u, S    checked sum, once: score and information of the donors themselves at the last β, of sites with one
-                 group where no donor stands out at this β; of other sites T_u and F_u again. One more step of β; J
-    L6   u, S    checked sum: observed and expected outcomes in five ranges of the prediction; ordered pairs of donors
+    L2   u       its own donors, prepared before the first sum and from nothing but its own rows (`prepared`):
+                 levels of two features that fewer than min_donors donors combine are left out; no donor has more than
+                 1 / min_donors of a column's sum of squares, or much leverage in several; every risk set has
+                 min_donors donors
+         u, S    checked sum: donors, sum of outcomes; for counts with extra variance two moments
+    L3   u       its own fit, drawn towards zero, b; score U and information K of its donors' likelihood at b
+         u, S    checked sum, once: Σ C and Σ K with C = U(b) + K b. A linear model: XᵀX, Xᵀy, yᵀy within u
+         u, S    β = (Σ K)⁻¹ Σ C; covariance (Σ K)⁻¹
+    L4   u, S    checked sum: of groups of min_donors donors or more by u's own fit, made before the first sum: observed
+                 and expected outcomes in ranges of the prediction at β; ordered pairs of donors of different groups
     L7   u, S    all sites received the same broadcasts     (same_view)
 
-    survival curves instead of L2 to L6:
-    L8   u       donors of an arm by their times, in runs of min_donors or more; the exits of a run lie evenly between
-                 the means of its neighbours, and each has the run's share of events
+    survival curves instead of L2 to L4:
+    L8   u       donors of an arm by their times, bounded as above, in runs of min_donors or more; the exits of a run
+                 lie evenly between the means of its neighbours, and each has the run's share of events
          u, S    checked sum: donors at risk and events per arm and interval; the log-rank difference within u
 
-`models.outcomes` has the arithmetic. Time is on a grid that the study names; events of an interval are tied (Efron).
-Times of a Cox model are moved in runs, too, over all donors of u.
+`models.outcomes` has the arithmetic. The log likelihood of u is replaced by its quadratic expansion at u's own point b:
+one Newton step for all sites together, from points that no other party can choose. Time is on a grid that the study
+names; events of an interval are tied (Efron).
 
-Thresholds, enforced by each site on its own donors, whatever others send. In T_u a donor has leverage 1 / (donors of
-its group). In T_u and F_u together no donor has a leverage above 1 / min_donors: donors that would are left out of
-F_u. At L5 the site looks at the β that came of the sums, and adds its donors' own likelihood only if no donor has more
-than that in the weights which this β gives, and none more than half of the score or information in any direction. An
-exposure counts as a weight in F_u. In a linear model all donors' own features are used where no donor has more
-in the columns [1, X]; else those that stand out have the mean features of a group.
+Thresholds, enforced by each site on its own donors, whatever others send. A level is a value that a third of the donors
+share; all other values of a column are one level too. In each pair of columns, and in each column alone, a level or
+combination that 1 to min_donors - 1 donors have is left out with its donors. A column of which a level has fewer than
+min_donors donors with, or without, the outcome is projected out of the others and adds nothing. A site with fewer than
+min_donors donors of one outcome adds nothing.
 
 Reveals
 -------
-coordinator, site : over all sites' donors: their number, mean and spread of the group means, number of events; C and K;
-    in each round the log likelihood, score and information of the group means; the result. For a linear model: XᵀX, Xᵀy
-    and yᵀy within sites. For survival curves: donors at risk and events per arm and interval, in whole runs.
-    Thresholds count donors, not how much each has of a number. Of donors in a group, or with one feature, that of a
-    single one who has another feature; a third of a donor far from all others; a sum of squares by one large outcome.
+coordinator, site : over all sites' donors that were used: their number and the sum of outcomes; C and K of each
+    regression; observed and expected outcomes in ranges; the result. For a linear model: XᵀX, Xᵀy and yᵀy within
+    sites. For survival curves: donors at risk and events per arm and interval, in whole runs.
 malicious coordinator : the same. It cannot change a sum without an abort.
-one malicious site : the same at coefficients that it can choose by its part of the sums: over all rounds no more than
-    T_u and F_u of each other site, that is group means and one scatter matrix; at L5, once a run, one score and one
-    information matrix over donors none of whom stands out.
+one malicious site : the same. C and K of other sites do not depend on what it sends, but for one number, the extra
+    variance of counts. With two sites it has those of the other: what a meta-analysis of published fits has of each
+    site.
 coordinator with k sites : the sums over the other sites; with all but one, those of the last site.
+whoever knows all donors of a site but one : that donor, as from any exact sum.
 
 Assumes
 -------
-What the checked sum assumes: every site stays to the end. A donor is at one site. Runs with other features divide the
-donors anew: two runs together may isolate a donor, which budgets and approvals limit and nothing else does.
+What the checked sum assumes: every site stays to the end. A donor is at one site. Each run opens a further C and K of
+the same donors: a site limits the runs on the same donors (docs/security/model_outcome.md).
 
 Cost
 ----
-Per site rounds + 3 checked sums of at most a few hundred numbers of two words; one for survival curves.
+Per site three checked sums of at most a few hundred numbers of two words; one for linear models and survival curves.
 
 References
 ----------
-[Cox72] Cox, JRSS B 1972. [Efr77] Efron, JASA 1977 (ties). [DMS02] Domingo-Ferrer, Mateo-Sanz, IEEE TKDE 2002
-(microaggregation). [MH59] Mantel, Haenszel 1959 (score within groups). [KM58] Kaplan, Meier 1958. Lines numbered here;
-the security argument is docs/security/model_outcome.md.
+[Cox72] Cox, JRSS B 1972. [Efr77] Efron, JASA 1977 (ties). [Leh83] Lehmann, Theory of Point Estimation 1983 (one Newton
+step from a consistent estimate is efficient). [Huk+12] Hundepool et al., Statistical Disclosure Control 2012 (rare
+combinations, dominance). [KM58] Kaplan, Meier 1958. Lines numbered here; the security argument is
+docs/security/model_outcome.md.
 """
 
 from __future__ import annotations
@@ -70,8 +66,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import scipy.stats
 
-from cloister.arrays import F64, I64
-from cloister.disclosure import SLACK, Contribution, Rows, SimilarGroups, Thresholds, join
+from cloister.arrays import F64, I64, Bits
+from cloister.disclosure import SLACK, Contribution, Rows, SimilarGroups, Thresholds, constant
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import outcomes
 from cloister.mpc.crypto.agreement import Identity
@@ -79,22 +75,21 @@ from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.sums import checked_sum, common_seed, consistency_check
 from cloister.study import Party
+from cloister.workflows.common.bounded_values import bounded_columns, shares_of
 from cloister.workflows.common.gene_moments import join_sum, split_sum
 
 NAME = "pooled_outcomes"
 LEAST_DONORS = 2  # that a study may agree on
 BINS = 5  # ranges of the prediction in which observed and expected outcomes are compared
-FAR = 1e-6  # a fit that still moves by more, in deviations of a feature, has not converged
-WIDE = 8.0  # deviation of a linear predictor above which outcomes are separated
-MOST_ROUNDS = 60
-CANONICAL = ("logistic", "poisson")  # outcomes enter sums as Xᵀy, whatever the coefficients
 NEAR = 3  # donors, at least, among whom the extra variance of counts is found
 RANK = 1e-10  # singular values below this part of the largest are rounding
-MERGED = (list(range(BINS)), [1, 1, 2, 3, 3], [1, 1, 1, 3, 3])  # ranges of the prediction, and wider ones
-CLOSE = 0.05  # of the logarithm of a feature's variance: smaller groups are preferred, as they are more alike
-MOST = 0.5  # of the score or the information at L5, in any direction, that may be one donor's
-FLAT = 1e6  # weights at L5 that differ by more leave some donors to the last digits of the sums
-WORTH = 0.3  # the same, given up for one large group whose donors' own likelihood is used
+LEVEL = 1 / 3  # of the donors, that make a value of a column a level
+MOST = 0.5  # leverage of one donor in any combination of columns
+PRIOR = 1.0  # standard deviation of the prior that draws a site's own fit towards zero, per deviation of a feature
+FREE = 20.0  # the same where it hardly matters: to see whether outcomes are separated
+DISPERSION = 100.0  # largest extra variance of counts
+PULL = 0.9  # of a donor's deviation, that is left by one step of `bounded`
+PULLS = 20  # steps per donor
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,6 @@ class Params:
     fits: tuple[tuple[int, ...], ...] = ()  # columns of each regression
     intervals: int = 0  # of time
     arms: tuple[str, ...] = ()  # of survival curves
-    rounds: int = 15
     min_donors: int = 3
 
     def __post_init__(self) -> None:
@@ -114,8 +108,6 @@ class Params:
             raise ParameterError(f"model must be one of {', '.join((*outcomes.MODELS, 'km'))}, found '{self.model}'")
         if self.min_donors < LEAST_DONORS:
             raise ParameterError(f"min_donors must be at least {LEAST_DONORS}, found {self.min_donors}")
-        if not 1 <= self.rounds <= MOST_ROUNDS:
-            raise ParameterError(f"rounds must be 1 to {MOST_ROUNDS}, found {self.rounds}")
         if self.model in ("cox", "km") and self.intervals < 2:
             raise ParameterError(f"survival needs at least two intervals of time, found {self.intervals}")
         if self.model == "km":
@@ -148,20 +140,31 @@ class Donors:
     exposure: F64 | None = None  # (n,), for counts
     arm: I64 | None = None  # (n,), position among the arms; -1: none
     thresholds: Thresholds = field(default_factory=Thresholds)
+    block: I64 | None = None  # (n,), sets of donors that are left out together, the same in every run; -1: left out
 
 
 @dataclass(frozen=True, slots=True)
-class Arranged:
-    """A site's tables, made before the first message. `donors` is 1 / the largest joint leverage."""
+class Prepared:
+    """A site's donors as sums may use them, made before the first message."""
 
-    table: outcomes.Table
-    inside: outcomes.Within
-    groups: SimilarGroups
-    rows: Rows
-    donors: float
-    kept: I64  # (n,), group of each donor in F_u; -1 for the others
-    large: int = -1  # code of a large group, whose donors' own likelihood may be used at L5; -1: none
+    at: I64  # (m,), positions of the donors that are used
+    x: F64  # (m, P), a closed column is zero
+    y: F64  # (m,)
+    open: Bits  # (P,), columns that this site adds to
+    donors: float  # 1 / the largest part of one donor in the squares of a column; 0: nothing is added
+    interval: I64 | None = None
+    exposure: F64 | None = None
     notes: tuple[str, ...] = ()  # for this site alone
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A site's part of one regression, and the groups in which it is compared with all sites' fit."""
+
+    score: F64  # C, (p,)
+    information: F64  # K, (p, p)
+    table: outcomes.Table  # of the groups, in the units of the features
+    separated: bool  # whether the site's outcomes are in the order of its predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,7 @@ class Fit:
     explained: float  # R² within sites; NaN but for a linear model
     concordance: float  # of donors of one site and different groups; NaN where it is not defined
     calibration: F64  # (BINS, 3): donors, observed, expected
-    log_likelihood: float
+    log_likelihood: float  # of a linear model; NaN for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +198,6 @@ class Curves:
 class Modelled:
     donors: int
     outcomes: float  # sum over donors: events, or the total
-    groups: int
-    inside: int  # donors in the sums within groups
     openings: int
     fits: tuple[Fit, ...] = ()
     curves: Curves | None = None
@@ -216,14 +217,13 @@ def lengths_of(params: Params) -> list[tuple[str, str, int]]:
         A = len(params.arms)
         return [("L8", "donors at risk and events", 2 * A * params.intervals + A + A * A)]
     if params.linear:
-        return [("L3", "sums of squares and products", 3 + 2 * P + upper + P + 1)]
-    inside = 2 + P + upper + ((upper + 2) if params.model == "negbin" else 0)
-    each = sum(1 + len(f) + len(f) * (len(f) + 1) // 2 for f in params.fits)
-    made = [("L2", "means of features and outcomes", 2 + P + upper), ("L3", "sums within groups", inside)]
-    made += [("L4", f"score and information, round {t + 1}", each) for t in range(params.rounds)]
-    once = sum(1 + len(f) + (1 + (params.model == "negbin")) * len(f) * (len(f) + 1) // 2 for f in params.fits)
-    made.append(("L5", "score and information of donors", once))
-    return [*made, ("L6", "calibration and concordance", (3 * BINS + 2) * len(params.fits))]
+        return [("L3", "sums of squares and products", 3 + upper + P + 1)]
+    each = sum(len(f) + len(f) * (len(f) + 1) // 2 for f in params.fits)
+    return [
+        ("L2", "donors and outcomes", 4),
+        ("L3", "score and information of each site's own fit", 2 + each),
+        ("L4", "calibration and concordance", (3 * BINS + 2) * len(params.fits)),
+    ]
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
@@ -235,7 +235,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 
 
 def ideal(params: Params, xs: Mapping[Party, Donors]) -> dict[Party, Modelled]:
-    """The same sums, added up in one place. What a site may add is decided by `arranged`, from its rows alone."""
+    """The same sums, added up in one place. What a site may add is decided by `prepared`, from its rows alone."""
     sites = [Side(params, mine) for mine in xs.values()]
     state = State(params)
     for number, (line, _, length) in enumerate(lengths_of(params)):
@@ -272,99 +272,228 @@ def check_site(params: Params, mine: Donors) -> None:
             )
         return
     least = mine.thresholds.min_donors
-    least *= 1 if least == 1 else 2  # one group of fewer says nothing about the features
+    least *= 1 if least == 1 else 2
     if n < least:
         raise DataError(
-            f"{n} donor{'s' if n != 1 else ''} here, fewer than {least}: what a site adds to a regression comes from "
-            f"groups of that many (min_donors = {mine.thresholds.min_donors}); leave this site out of the study"
+            f"{n} donor{'s' if n != 1 else ''} here, fewer than {least}: sums of a regression over fewer than "
+            f"2 min_donors (min_donors = {mine.thresholds.min_donors}) come close to single persons; leave this site "
+            "out of the study"
+        )
+    if mine.thresholds.min_donors > 1 and n < 2 * (len(params.columns) + 1):
+        raise DataError(
+            f"{n} donors here for {len(params.columns)} features; a site needs two donors for every feature, and two "
+            f"more: name at most {n // 2 - 1} features, or leave this site out of the study"
         )
 
 
-def group_sizes(thresholds: Thresholds) -> list[int]:
-    """Smallest numbers of donors of a group that are tried; in larger groups more donors may enter F_u."""
-    least = thresholds.min_donors
-    return [1] if least == 1 else list(range(least, 3 * least + 1))
+def levels_of(column: F64, least: int) -> I64:
+    """Level of each donor in a column: a value that many donors share, or 0 for all other values together."""
+    values, of, count = np.unique(column, return_inverse=True, return_counts=True)
+    shared = count >= max(least, LEVEL * len(column))
+    made: I64 = np.where(shared, np.arange(1, len(values) + 1), 0)[of].astype(np.int64)
+    return made
+
+
+def rare(one: I64, other: I64, least: int) -> Bits:
+    """Donors of a combination of two levels that fewer than `least` donors have."""
+    _, of, count = np.unique(np.stack([one, other], axis=1), axis=0, return_inverse=True, return_counts=True)
+    made: Bits = count[of.ravel()] < least
+    return made
+
+
+def common_donors(x: F64, least: int, exposure: F64 | None = None, block: I64 | None = None) -> I64:
+    """Donors of whom each level, and each combination of levels of two columns, has at least `least`; whole blocks."""
+    at = np.arange(len(x)) if block is None else np.flatnonzero(block >= 0)
+    while len(at):
+        codes = [levels_of(column, least) for column in x[at].T]
+        alone = np.zeros(len(at), bool)
+        for i, one in enumerate(codes):
+            for other in codes[: i + 1]:
+                alone |= rare(one, other, least)
+        if exposure is not None and not alone.any():
+            part = np.square(exposure[at])
+            alone = part * least > part.sum() * (1 + SLACK)
+        if not alone.any():
+            break
+        if block is not None:
+            alone = np.isin(block[at], block[at[alone]])
+        at = at[~alone]
+    return at
+
+
+def leverage_of(x: F64) -> F64:
+    """Of each row, in the span of these columns and a constant."""
+    d = x - x.mean(axis=0)
+    sizes = np.linalg.norm(d, axis=0)
+    left, size, _ = np.linalg.svd(d[:, sizes > 0] / sizes[sizes > 0], full_matrices=False)
+    made: F64 = 1 / len(x) + np.square(left[:, size > RANK * size.max(initial=0.0)]).sum(axis=1)
+    return made
+
+
+def bounded(x: F64, least: int) -> F64:
+    """Values of which no donor has more than 1 / least of a column's squares, or too much leverage in all columns.
+
+    The bound on the leverage is twice its mean, but at most 1 / 2, and 1 / least where that is more. A donor above a
+    bound is moved towards the mean of all.
+    """
+    x = x.copy()
+    if least == 1 or not x.shape[1]:
+        return x
+    x = bounded_columns(x, least)
+    rank = np.linalg.matrix_rank(x - x.mean(axis=0)) + 1
+    most = min(MOST, max(1 / least, 2 * rank / len(x)))
+    for _ in range(PULLS * len(x)):
+        x = bounded_columns(x, least)
+        h = leverage_of(x)
+        worst = int(np.argmax(h))
+        if h[worst] <= most * (1 + SLACK):
+            return x
+        x[worst] = x.mean(axis=0) + PULL * (x[worst] - x.mean(axis=0))
+    return np.zeros_like(x)
+
+
+def prepared(params: Params, mine: Donors) -> Prepared:
+    """L2: the donors and columns that this site adds, and their values; from its own rows alone."""
+    least, n, P = mine.thresholds.min_donors, len(mine.y), mine.x.shape[1]
+    if least == 1:
+        return Prepared(np.arange(n), mine.x, mine.y, np.ones(P, bool), float(n), mine.interval, mine.exposure)
+    notes: list[str] = []
+    at = common_donors(mine.x, least, mine.exposure, mine.block)
+    if n > len(at):
+        notes.append(
+            f"{n - len(at)} of {n} donors have a rare combination of features, or are of a block with one who has "
+            "or who lacks a value, and are left out"
+        )
+    x, y = mine.x[at], mine.y[at]
+    exposure = None if mine.exposure is None else mine.exposure[at]
+    interval = None if mine.interval is None else mine.interval[at]
+    nothing = Prepared(at[:0], x[:0], y[:0], np.zeros(P, bool), 0.0)
+    if len(at) < 2 * least:
+        return replace(nothing, notes=(*notes, f"{len(at)} donors are left, too few: this site adds nothing"))
+    if params.model == "cox" and interval is not None:
+        y, interval = followed(y, interval, least)
+    seen = levels_of(y, least)
+    if params.model in ("cox", "logistic"):
+        seen = y.astype(np.int64)
+    several = len(np.unique(seen)) > 1
+    if rare(seen, seen, least).any() or (params.model != "linear" and not y.any()):
+        text = "fewer than min_donors donors here have one of the outcomes: this site adds nothing"
+        return replace(nothing, notes=(*notes, text))
+    opened = np.ones(P, bool)
+    for j in range(P):
+        codes = levels_of(x[:, j], least)
+        if len(np.unique(codes)) > 1 and several:
+            _, cells = np.unique(np.stack([codes, seen], axis=1), axis=0, return_counts=True)
+            opened[j] = len(cells) == len(np.unique(codes)) * len(np.unique(seen)) and cells.min() >= least
+    if not opened.all():
+        names = ", ".join(f"'{c}'" for c, ok in zip(params.columns, opened, strict=True) if not ok)
+        notes.append(f"{names}: too few donors of a level have one of the outcomes; this site adds nothing to them")
+        Z = np.hstack([np.ones((len(x), 1)), x[:, ~opened]])
+        x = np.where(opened, x - Z @ np.linalg.lstsq(Z, x, rcond=RANK)[0], 0.0)
+    free = x[:, opened]
+    scale = np.maximum(np.abs(free).max(axis=0, initial=0.0), 1e-300)
+    free = np.where(np.ptp(free, axis=0) > RANK * scale, free, 0.0)
+    near = bounded(free, least)
+    if moved_in := int((np.abs(near - free) > 0).any(axis=1).sum()):
+        notes.append(f"{moved_in} of {n} donors have features far from the others'; they count with nearer values")
+    x = x.copy()
+    x[:, opened] = near
+    if params.model == "linear":
+        y = bounded(y[:, None], least)[:, 0]
+    elif params.model in ("poisson", "negbin"):  # on the scale on which the means are linear
+        y = np.expm1(bounded(np.log1p(y)[:, None], least)[:, 0])
+    sizes = [shares_of(near).max(initial=0.0), shares_of(y[:, None]).max() if params.model == "linear" else 0.0]
+    donors = min(1 / max(*sizes, 1 / len(x)), float(len(x)))
+    if not np.any(near):
+        return replace(nothing, notes=(*notes, "no feature is left: this site adds nothing"))
+    return Prepared(at, x, y, opened, donors, interval, exposure, tuple(notes))
+
+
+def followed(y: F64, interval: I64, least: int) -> tuple[F64, I64]:
+    """Follow-up that ends with the last interval in which enough donors are at risk."""
+    last = int(np.sort(interval)[::-1][least - 1])
+    return np.where(interval > last, 0.0, y), np.minimum(interval, last)
 
 
 def standardised(x: F64) -> F64:
-    """Features in this site's own deviations: groups must not depend on what others send."""
+    """Features in this site's own deviations."""
     spread = x.std(axis=0)
     made: F64 = (x - x.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
     return made
 
 
-def arranged(params: Params, mine: Donors) -> Arranged:
-    """L2: groups of similar donors; the smallest size that leaves about as much of the features' spread as any."""
-    n, thresholds = len(mine.y), mine.thresholds
-    interval = None if mine.interval is None else moved(mine.interval, thresholds)
-    z = standardised(mine.x)
-    tried: list[tuple[float, SimilarGroups, I64]] = []
-    nobody = np.full(n, -1, np.int64)
-    for size in group_sizes(thresholds):
-        rows = Rows(n, np.arange(n), replace(thresholds, min_donors=size), mine.cells)
-        groups = rows.similar(z)
-        kept = (
-            within_leverage(z, groups, thresholds.min_donors, mine.exposure) if size > thresholds.min_donors else nobody
-        )
-        tried.append((left_spread(z, groups.codes, kept), groups, kept))
-    most = max(spread for spread, _, _ in tried)
-    if (codes := peeled(params, z, thresholds, mine.exposure)) is not None:
-        rest = int(codes.max())
-        kept = np.where(codes == rest, rest, -1)
-        sizes = [np.bincount(codes, w, minlength=rest + 1).astype(np.int64) for w in (mine.cells, None)]
-        if left_spread(z, codes, kept) >= most - WORTH * z.shape[1] and sizes[0].min() >= thresholds.min_cells:
-            return tables_of(params, mine, SimilarGroups(codes, *sizes), kept, interval, rest)
-    groups, kept = next((g, k) for spread, g, k in tried if spread >= most - CLOSE * z.shape[1])
-    return tables_of(params, mine, groups, kept, interval)
+def own_fits(params: Params, ready: Prepared, dispersion: float, least: int) -> list[Own]:
+    """L3: of each regression. Groups of all of them, with the features, leave no donor much leverage."""
+    made: list[Own] = []
+    columns = ready.x
+    for f in params.fits:
+        own, codes = own_fit(params, ready, f, dispersion, least, columns)
+        columns = np.hstack([columns, (codes[:, None] == np.arange(1, int(codes.max()) + 1)).astype(np.float64)])
+        made.append(own)
+    return made
 
 
-def left_spread(z: F64, codes: I64, kept: I64) -> float:
-    """Logarithm of the volume that the features' spread keeps."""
-    return float(np.linalg.slogdet(scatter(z, codes, kept) + 1e-9 * len(z) * np.eye(z.shape[1]))[1])
+def own_fit(
+    params: Params, ready: Prepared, f: tuple[int, ...], dispersion: float, least: int, columns: F64
+) -> tuple[Own, I64]:
+    """Score and information at this site's own point, and groups of donors with similar predictions."""
+    x = ready.x[:, f]
+    spread = x.std(axis=0)
+    scale = np.where(spread > 0, spread, 1.0)
+    rows = outcomes.grouped(
+        (x - x.mean(axis=0)) / scale, ready.y, np.arange(len(x)), ready.exposure, ready.interval, params.intervals
+    )
+    b = outcomes.drawn_to_zero(params.likelihood, rows, PRIOR, dispersion)
+    found = outcomes.evaluate(params.likelihood, rows, b, dispersion)
+    while least > 1 and heaviest(params, rows, found, dispersion) > MOST and np.abs(b).max() > 1e-3:
+        b = b / 2
+        found = outcomes.evaluate(params.likelihood, rows, b, dispersion)
+    C, K = (found.score + found.information @ b) * scale, found.information * np.outer(scale, scale)
+    eta = rows.x @ b
+    codes = ranges_of(eta, ready, params, least, columns)
+    table = outcomes.grouped(x, ready.y, codes, ready.exposure, ready.interval, params.intervals)
+    free = rows.x @ outcomes.drawn_to_zero(params.likelihood, rows, FREE, dispersion)
+    return Own(C, K, table, separated(params, free, ready)), codes
 
 
-def peeled(params: Params, z: F64, thresholds: Thresholds, exposure: F64 | None = None) -> I64 | None:
-    """One large group of donors of whom none stands out, the last code; those that would, in groups with the nearest.
+def separated(params: Params, eta: F64, ready: Prepared) -> bool:
+    """Whether the outcomes of this site are in the order of these predictions."""
+    if params.likelihood == "logistic":
+        return bool(eta[ready.y > 0].min(initial=np.inf) > eta[ready.y == 0].max(initial=-np.inf))
+    if params.likelihood != "cox" or ready.interval is None:
+        return False
+    after = ready.interval[None, :] > ready.interval[:, None]
+    below = np.where(after, eta[None, :], -np.inf).max(axis=1)
+    return bool(np.all(eta[ready.y > 0] > below[ready.y > 0]))
 
-    None where too few are left, and in models in which coefficients multiply outcomes or times in the score: there one
-    more evaluation would bring as many combinations of these as there are features.
-    """
-    least = thresholds.min_donors
-    if least == 1 or params.model not in (*CANONICAL, "linear"):
-        return None
-    codes, rest, count = np.full(len(z), -1, np.int64), np.arange(len(z)), 0
-    while len(rest) >= 2 * least:
-        d = z[rest] - z[rest].mean(axis=0)
-        h = np.einsum("ip,pq,iq->i", d, np.linalg.pinv(d.T @ d, rcond=RANK, hermitian=True), d) + 1 / len(rest)
-        if exposure is not None:
-            h = np.maximum(h, np.square(exposure[rest]) / np.square(exposure[rest]).sum())
-        worst = int(np.argmax(h))
-        if h[worst] * least <= 1 + SLACK:
-            codes[rest] = count
+
+def heaviest(params: Params, rows: outcomes.Table, found: outcomes.Evaluated, dispersion: float) -> float:
+    """Largest part of one donor in any combination of the information, whose weights are those of the likelihood."""
+    m = np.maximum(found.expected, 0.0)
+    w = m * (1 - m) if params.likelihood == "logistic" else m / (1 + dispersion * m)
+    if not w.sum() > 0:
+        return 0.0
+    apart = rows.x - w @ rows.x / w.sum()
+    left, size, _ = np.linalg.svd(np.sqrt(w)[:, None] * apart, full_matrices=False)
+    part = np.square(left[:, size > RANK * max(size.max(initial=0.0), 1e-300)]).sum(axis=1)
+    return float((part + w / w.sum()).max(initial=0.0))
+
+
+def ranges_of(eta: F64, ready: Prepared, params: Params, least: int, columns: F64) -> I64:
+    """Codes of up to BINS groups of donors by their prediction, each with enough donors of every outcome."""
+    n = len(eta)
+    order = np.argsort(eta, kind="stable")
+    codes = np.zeros(n, np.int64)
+    binary = params.likelihood in ("cox", "logistic")
+    for groups in range(BINS, 1, -1):
+        codes[order] = np.arange(n) * groups // n
+        hot = (codes[:, None] == np.arange(groups)).astype(np.float64)
+        events = hot.T @ ready.y
+        fewest = min(events.min(), (hot.sum(axis=0) - events).min()) if binary else hot.sum(axis=0).min()
+        joint = 1.0 if least == 1 else leverage_of(np.hstack([hot[:, 1:], columns])).max(initial=0.0)
+        if fewest >= least and (least == 1 or joint <= MOST + SLACK):
             return codes
-        near = np.argsort(np.square(z[rest] - z[rest][worst]).sum(axis=1), kind="stable")[:least]
-        codes[rest[near]] = count
-        rest, count = np.delete(rest, near), count + 1
-    return None
-
-
-def tables_of(
-    params: Params, mine: Donors, groups: SimilarGroups, kept: I64, interval: I64 | None, large: int = -1
-) -> Arranged:
-    n, least = len(mine.y), mine.thresholds.min_donors
-    table = outcomes.grouped(mine.x, mine.y, groups.codes, mine.exposure, interval, params.intervals)
-    near = Rows(n, np.arange(n), Thresholds(1, max(NEAR, least)), mine.cells).similar(standardised(mine.x)).codes
-    inside = outcomes.within(params.likelihood, mine.x, mine.y, kept, near, mine.exposure, interval)
-    rows = Rows(n, np.arange(n), mine.thresholds, mine.cells)
-    notes = []
-    if missing := int((groups.codes < 0).sum()):
-        notes.append(f"{missing} of {n} donors are in no group, and are left out")
-    if (apart := int((groups.codes >= 0).sum() - (kept >= 0).sum())) and least > 1:
-        notes.append(f"{apart} of {n} donors count by their group's mean alone")
-    if params.model in ("cox", "logistic") and mine.y.sum() in (0, n):
-        notes.append("all donors here have the same outcome, so this site adds nothing to the coefficients")
-    h = joint(standardised(mine.x), groups, kept, mine.exposure)
-    return Arranged(table, inside, groups, rows, h, kept, large, tuple(notes))
+    return np.zeros(n, np.int64)
 
 
 def runs_in(interval: I64, least: int) -> I64:
@@ -394,15 +523,6 @@ def runs_in(interval: I64, least: int) -> I64:
     return of_time[np.searchsorted(times, interval)].astype(np.int64)
 
 
-def moved(interval: I64, thresholds: Thresholds) -> I64:
-    """Times in runs of enough donors: all of a run get its mean interval."""
-    runs = runs_in(interval, thresholds.min_donors)
-    if not len(interval) or runs.min() < 0:
-        return np.zeros(len(interval), np.int64)
-    means: F64 = np.bincount(runs, interval) / np.bincount(runs)
-    return np.rint(means[runs]).astype(np.int64)
-
-
 def spread(interval: I64, runs: I64, intervals: int) -> I64:
     """Interval of each donor where the exits of a run lie evenly between the middles to its neighbours' means.
 
@@ -423,73 +543,6 @@ def spread(interval: I64, runs: I64, intervals: int) -> I64:
     return made
 
 
-def deviations(x: F64, codes: I64) -> F64:
-    """Rows less the mean of the rows with the same code; zero for code -1."""
-    d = np.zeros_like(x)
-    for g in np.unique(codes[codes >= 0]).tolist():
-        at = codes == g
-        d[at] = x[at] - x[at].mean(axis=0)
-    return d
-
-
-def leverage_of(z: F64, groups: SimilarGroups, kept: I64, exposure: F64 | None = None) -> F64:
-    """Of each donor, in the groups and in the differences within them, together; or in the exposure of those.
-
-    Differences are from a mean with the exposures as weights: one large exposure would make it a donor's features.
-    """
-    d = deviations(z, kept)
-    inside = np.einsum("ip,pq,iq->i", d, np.linalg.pinv(d.T @ d, rcond=1e-10, hermitian=True), d)
-    sizes = np.bincount(groups.codes[groups.codes >= 0], minlength=len(groups))
-    made: F64 = np.where(groups.codes >= 0, inside + 1 / np.maximum(sizes[groups.codes], 1), 0.0)
-    if exposure is not None:
-        square, within = np.where(kept >= 0, np.square(exposure), 0.0), np.maximum(kept, 0)
-        made = np.maximum(made, square / np.maximum(np.bincount(within, square)[within], 1e-300))
-    return made
-
-
-def largest_leverage(columns: F64) -> float:
-    """Of any row, in the span of these columns."""
-    norms = np.linalg.norm(columns, axis=0)
-    if not np.any(norms > 0):
-        return 0.0
-    left, size, _ = np.linalg.svd(columns[:, norms > 0] / norms[norms > 0], full_matrices=False)
-    return float(np.square(left[:, size > RANK * size.max()]).sum(axis=1).max())
-
-
-def within_leverage(z: F64, groups: SimilarGroups, least: int, exposure: F64 | None = None) -> I64:
-    """Codes of the donors that may enter sums within groups: the one with the largest leverage is left out, again."""
-    kept = groups.codes.copy()
-    while np.any(kept >= 0):
-        h = np.where(kept >= 0, leverage_of(z, groups, kept, exposure), 0.0)
-        worst = int(np.argmax(h))
-        if h[worst] * least <= 1 + SLACK:
-            break
-        kept[worst] = -1
-    return kept
-
-
-def joint(z: F64, groups: SimilarGroups, kept: I64, exposure: F64 | None = None) -> float:
-    """Effective number of donors behind any combination of T_u and F_u."""
-    return float(1 / leverage_of(z, groups, kept, exposure).max(initial=1e-300))
-
-
-def scatter(z: F64, codes: I64, kept: I64) -> F64:
-    """What groups and the differences within them leave of the features' spread."""
-    inside = codes >= 0
-    total = deviations(z, np.where(inside, 0, -1))
-    rest, d = deviations(z, codes), deviations(z, kept)
-    made: F64 = total.T @ total - rest.T @ rest + d.T @ d
-    return made
-
-
-def softened(x: F64, groups: SimilarGroups, kept: I64) -> F64:
-    """Features as sums may use them: the mean of the donor's group, and its own difference where that is allowed."""
-    inside = groups.codes >= 0
-    made = np.zeros_like(x)
-    made[inside] = groups.means(x)[groups.codes[inside]]
-    return made + deviations(x, kept)
-
-
 def runs_of(params: Params, mine: Donors) -> tuple[I64, I64, F64, SimilarGroups]:
     """L8: donors of arms with enough donors, the interval of each, its part in the run's events, and the runs."""
     assert mine.arm is not None
@@ -501,6 +554,9 @@ def runs_of(params: Params, mine: Donors) -> tuple[I64, I64, F64, SimilarGroups]
     count = 0
     for a in np.unique(mine.arm[here]).tolist():
         at = np.flatnonzero(mine.arm[here] == a)
+        if least.min_donors > 1:
+            near = bounded_columns(interval[at, None].astype(np.float64), least.min_donors)[:, 0]
+            interval[at] = np.clip(np.rint(near), 0, params.intervals - 1).astype(np.int64)
         runs = runs_in(interval[at], least.min_donors)
         size = np.bincount(runs)
         if np.bincount(runs, mine.cells[here][at]).min() < least.min_cells:
@@ -537,195 +593,67 @@ class Side:
         check_site(params, mine)
         self.params, self.mine = params, mine
         self.notes: tuple[str, ...] = ()
-        self.arranged: Arranged | None = None
-        if not params.curves:
-            self.arranged = arranged(params, mine)
-            self.notes = self.arranged.notes
-            self.inside = self.arranged.groups.codes == self.arranged.large
-            self.row = self.arranged.groups.codes.copy()  # of each donor in the table below
-            self.row[self.inside] = self.arranged.large + np.arange(int(self.inside.sum()))
-            self.each = outcomes.grouped(mine.x, mine.y, self.row, mine.exposure, mine.interval, params.intervals)
+        if params.curves:
+            return
+        self.ready = prepared(params, mine)
+        self.notes = self.ready.notes
+        self.rows = Rows(len(self.ready.at), np.arange(len(self.ready.at)), mine.thresholds, mine.cells[self.ready.at])
+        self.own: list[Own] = []
 
     def part(self, number: int, line: str, state: State) -> Contribution:
         if line == "L8":
             return self._curves()
+        _, _, length = lengths_of(self.params)[number]
+        if not self.ready.donors:
+            return constant(np.zeros(length), "this site has too few donors, and adds zeros")
         if self.params.linear:
-            return self._squares()
-        assert self.arranged is not None
-        if line == "L2":
-            return self._moments()
-        if line == "L3":
-            return self._inside(state)
-        if line == "L4":
-            return self.arranged.groups.contribution(self._round(state))
-        return self._once(state) if line == "L5" else self._checks(state)
+            return self._measured(self._squares())
+        return self._measured({"L2": self._counts, "L3": self._fits, "L4": self._checks}[line](state))
 
-    def _moments(self) -> Contribution:
-        """L2: of group means; of the donors where all are one group."""
-        a = self.arranged
-        assert a is not None
-        t = self.each if a.large >= 0 else a.table
-        values = np.concatenate([[t.n.sum()], t.n @ t.x, upper((t.x * t.n[:, None]).T @ t.x), [t.y.sum()]])
-        if a.large < 0:
-            return a.groups.contribution(values)
-        size = np.full(len(values), a.donors)
-        return a.rows.measured(size * self.mine.cells.min(), size, values)
+    def _measured(self, values: F64) -> Contribution:
+        size = np.full(len(values), self.ready.donors)
+        return self.rows.measured(size * self.rows.cells.min() if self.rows.cells is not None else size, size, values)
 
-    def _scaled(self, state: State) -> outcomes.Table:
-        assert self.arranged is not None
-        return replace(self.arranged.table, x=(self.arranged.table.x - state.center) / state.scale)
-
-    def _inside(self, state: State) -> Contribution:
-        """L3: F_u, with the numbers of groups and donors behind it."""
-        a = self.arranged
-        assert a is not None
-        w, s = a.inside, state.scale
-        pair = np.outer(s, s)
-        numbers = [w.score / s, upper(w.information / pair)]
+    def _counts(self, state: State) -> F64:
+        """L2."""
+        ready = self.ready
+        extra = np.zeros(2)
         if self.params.model == "negbin":
-            numbers += [upper(w.variance / pair), w.moments]
-        values = np.concatenate(numbers)
-        size = np.full(len(values), a.donors)
-        sums = a.rows.measured(size * self.mine.cells.min(), size, values)
-        return join(
-            [a.groups.contribution(np.array([float(len(a.groups)), float(np.count_nonzero(a.kept >= 0))])), sums]
-        )
+            least = Thresholds(1, max(NEAR, self.mine.thresholds.min_donors))
+            near = replace(self.rows, thresholds=least).similar(standardised(ready.x)).codes
+            extra = outcomes.extra_variance(ready.y, near, ready.exposure)
+        return np.concatenate([[float(len(ready.at)), float(ready.y.sum())], extra])
 
-    def _round(self, state: State) -> F64:
-        """L4: the table at the coefficients of each regression."""
-        table, numbers = self._scaled(state), []
-        for f, beta, dispersion in zip(self.params.fits, state.betas, state.dispersions, strict=True):
-            t = replace(table, x=table.x[:, f])
-            found = outcomes.evaluate(self.params.likelihood, t, beta, dispersion)
-            numbers += [np.array([found.value]), found.score, upper(found.information)]
-        return np.concatenate(numbers)
+    def _fits(self, state: State) -> F64:
+        """L3: sites, those whose outcomes are separated in every regression, and what each adds to these."""
+        self.own = own_fits(self.params, self.ready, state.dispersion, self.mine.thresholds.min_donors)
+        numbers = [v for own in self.own for v in (own.score, upper(own.information))]
+        return np.concatenate([[1.0, float(all(own.separated for own in self.own))], *numbers])
 
-    def _each_at(self, state: State, f: tuple[int, ...]) -> outcomes.Table:
-        """The donors of the large group as rows of their own, and the other groups; the columns of one regression."""
-        return replace(self.each, x=(self.each.x[:, f] - state.center[[*f]]) / state.scale[[*f]])
-
-    def _once(self, state: State) -> Contribution:
-        """L5: the donors' own likelihood where none of them stands out; else that of the tables."""
-        a = self.arranged
-        assert a is not None
-        donors, numbers = self._effective(state, state.betas) if a.large >= 0 else 0.0, []
-        alone = donors >= self.mine.thresholds.min_donors * (1 - SLACK)
-        for f, beta, dispersion in zip(self.params.fits, state.betas, state.dispersions, strict=True):
-            if alone:
-                found = outcomes.evaluate(self.params.likelihood, self._each_at(state, f), beta, dispersion)
-                score, J, meat = found.score, found.information, found.information
-            else:
-                pick, s = np.ix_(f, f), state.scale[[*f]]
-                K, B = (m[pick] / np.outer(s, s) for m in (a.inside.information, a.inside.variance))
-                t = self._scaled(state)
-                found = outcomes.evaluate(self.params.likelihood, replace(t, x=t.x[:, f]), beta, dispersion)
-                score = found.score + a.inside.score[[*f]] / s - K @ beta
-                J, meat = found.information + K, found.information + B
-            numbers += [np.array([found.value]), score, upper(J)]
-            if self.params.model == "negbin":
-                numbers.append(upper(meat))
-        values = np.concatenate(numbers)
-        size = np.full(len(values), donors if alone else a.donors)
-        return a.rows.measured(size * self.mine.cells.min(), size, values)
-
-    def _effective(self, state: State, first: list[F64], ranges: I64 | None = None) -> float:
-        """Effective number of donors behind the likelihood at these coefficients: 1 / the largest leverage.
-
-        Outcomes enter sums with the columns [1, X], whatever the coefficients, and with the ranges of the prediction.
-        Features enter the score with the expected outcomes m as weights, and the information with their variances w.
-        There a donor's part is m x and w x xᵀ: where few donors have a feature, v may choose m that leaves one of them.
-        So no donor may have more than half of any combination of m [1, X] or √w [1, X] (else the number is 0), and
-        what a range expects of its donors counts as a column too.
-        """
-        a = self.arranged
-        assert a is not None
-        at_all = np.flatnonzero(a.groups.codes >= 0)
-        own = self.inside[at_all][:, None]
-        groups = (a.groups.codes[at_all][:, None] == np.arange(len(a.groups))).astype(np.float64)
-        X = np.hstack([groups, standardised(self.mine.x[at_all]) * own])
-        outcome, means, weights, parts = [X], [groups], [groups], []
-        for f, m in zip(self.params.fits, self._expected(state, first), strict=True):
-            mean = m[self.row[at_all]][:, None] * own
-            weight = mean * (1 - mean) if self.params.likelihood == "logistic" else mean
-            means.append(mean)
-            weights.append(weight)
-            if weight.max() > FLAT * weight[own].min():
-                return 0.0
-            columns = np.hstack([own, X[:, len(a.groups) + np.array(f)]])
-            parts += [mean * columns, np.sqrt(weight) * columns]
-        if ranges is not None:
-            inside = [(row[self.row[at_all]][:, None] == np.arange(BINS)) * own for row in ranges]
-            outcome += inside
-            for hot, m in zip(inside, self._expected(state, state.betas), strict=True):
-                means.append(hot * m[self.row[at_all]][:, None])
-        if max(largest_leverage(columns) for columns in parts) > MOST + SLACK:
-            return 0.0
-        return 1 / max(largest_leverage(np.hstack(columns)) for columns in (outcome, means, weights))
-
-    def _expected(self, state: State, betas: list[F64]) -> list[F64]:
-        """Of each regression, the outcome that it expects of one donor of each row of `each`."""
-        model, made = self.params.likelihood, []
-        for f, beta, dispersion in zip(self.params.fits, betas, state.dispersions, strict=True):
-            t = self._each_at(state, f)
-            made.append(outcomes.evaluate(model, t, beta, dispersion).expected / t.n)
-        return made
-
-    def _ranges(self, state: State) -> tuple[I64, float]:
-        """L6 with a large group: range of each row of `each` in each regression, so that no donor stands out."""
-        least, half = self.mine.thresholds.min_donors, BINS // 2
-        order = [*((b, b + 1) for b in range(half)), *((b, b - 1) for b in range(BINS - 1, half, -1))]
-        etas = [self._each_at(state, f).x @ beta for f, beta in zip(self.params.fits, state.betas, strict=True)]
-        bins = np.zeros((len(etas), len(self.each)), np.int64)
-        for merged in MERGED:
-            for row, edges, eta in zip(bins, state.edges(), etas, strict=True):
-                row[:] = np.array(merged)[np.searchsorted(edges, eta)]
-                for b, to in order:
-                    if 0 < self.each.n[row == b].sum() < least:
-                        row[row == b] = to
-            donors = self._effective(state, state.first, bins)
-            if donors >= least * (1 - SLACK):
-                return bins, donors
-        return bins, 0.0
-
-    def _checks(self, state: State) -> Contribution:
-        """L6: outcomes by prediction, of groups or of ranges with enough donors; pairs of donors of different ones."""
-        a = self.arranged
-        assert a is not None
+    def _checks(self, state: State) -> F64:
+        """L4: of groups, observed and expected outcomes by prediction; pairs of donors of different ones."""
         numbers = []
-        ranges, donors = self._ranges(state) if a.large >= 0 else (None, 0.0)
-        for i, (f, beta, dispersion, edges) in enumerate(
-            zip(self.params.fits, state.betas, state.dispersions, state.edges(), strict=True)
-        ):
-            t = self._scaled(state)
-            t = replace(t, x=t.x[:, f]) if ranges is None else self._each_at(state, f)
+        for own, beta in zip(self.own, state.betas, strict=True):
+            t = own.table
             eta = t.x @ beta
-            bins = np.searchsorted(edges, eta) if ranges is None else ranges[i]
-            order = eta if ranges is None else bins.astype(np.float64)  # donors of one range are not ordered
-            found = outcomes.evaluate(self.params.likelihood, t, beta, dispersion)
+            t = replace(t, x=t.x - t.n @ t.x / t.n.sum())
+            found = outcomes.evaluate(self.params.likelihood, t, beta, state.dispersion)
+            bins = (np.argsort(np.argsort(eta, kind="stable")) * 2 + 1) * BINS // (2 * len(t))
             numbers += [np.bincount(bins, w, minlength=BINS) for w in (t.n, t.y, found.expected)]
             pairs = (0.0, 0.0)
             if self.params.model == "cox":
-                pairs = outcomes.concordant(order, t.n, outcomes.later(t.at_risk, t.events), t.events)
+                pairs = outcomes.concordant(eta, t.n, outcomes.later(t.at_risk, t.events), t.events)
             elif self.params.model == "logistic":
-                pairs = outcomes.concordant(order, t.n, (t.n - t.y)[:, None], t.y[:, None])
+                pairs = outcomes.concordant(eta, t.n, (t.n - t.y)[:, None], t.y[:, None])
             numbers.append(np.array(pairs))
-        values = np.concatenate(numbers)
-        if ranges is None:
-            return a.groups.contribution(values)
-        size = np.full(len(values), donors)
-        return a.rows.measured(size * self.mine.cells.min(), size, values)
+        return np.concatenate(numbers)
 
-    def _squares(self) -> Contribution:
+    def _squares(self) -> F64:
         """L3 of a linear model: sums of squares and products within the site."""
-        a = self.arranged
-        assert a is not None
-        at = np.flatnonzero(a.groups.codes >= 0)
-        x, y = softened(self.mine.x, a.groups, a.kept)[at], self.mine.y[at]
+        x, y = self.ready.x, self.ready.y
         dx, dy = x - x.mean(axis=0), y - y.mean()
-        numbers = [[float(len(at)), 1.0, float(y.sum())], x.sum(axis=0), np.square(x).sum(axis=0)]
-        values = np.concatenate([*numbers, upper(dx.T @ dx), dx.T @ dy, [float(dy @ dy)]])
-        size = np.full(len(values), a.donors)
-        return a.rows.measured(size * self.mine.cells.min(), size, values)
+        numbers = [[float(len(y)), 1.0, float(y.sum())], upper(dx.T @ dx), dx.T @ dy, [float(dy @ dy)]]
+        return np.concatenate(numbers)
 
     def _curves(self) -> Contribution:
         """L8."""
@@ -749,21 +677,21 @@ def abort(line: str, code: str, text: str) -> ProtocolAbort:
     return ProtocolAbort(NAME, line, code, text)
 
 
+def spread_over(there: Bits, unknown: Bits) -> Bits:
+    """Marks of all columns, from those of the columns that are there."""
+    made = ~there
+    made[there] = unknown[: int(there.sum())]
+    return made
+
+
 class State:
     """What every party makes of the sums, alike."""
 
     def __init__(self, params: Params) -> None:
-        P = len(params.columns)
         self.params = params
-        self.donors, self.total, self.groups, self.inside = 0.0, 0.0, 0.0, 0.0
-        self.center, self.scale, self.moments = np.zeros(P), np.ones(P), np.zeros((P, P))
-        self.betas = [np.zeros(len(f)) for f in params.fits]
-        self.dispersions = [0.0 for _ in params.fits]
-        self.score, self.information, self.variance = np.zeros(P), np.zeros((P, P)), np.zeros((P, P))
-        self.last: list[outcomes.Sums] = []
-        self.far = [math.inf for _ in params.fits]
+        self.donors, self.total, self.dispersion = 0.0, 0.0, 0.0
+        self.betas: list[F64] = []
         self.covariances: list[F64] = []
-        self.first: list[F64] = []  # coefficients at which L5 was evaluated
         self.fits: tuple[Fit, ...] = ()
         self.curves: Curves | None = None
         self.notes: list[str] = []
@@ -778,34 +706,18 @@ class State:
         elif self.params.linear:
             self._take_squares(total)
         else:
-            {
-                "L2": self._take_means,
-                "L3": self._take_inside,
-                "L4": self._take_round,
-                "L5": self._take_once,
-                "L6": self._take_checks,
-            }[line](total)
+            {"L2": self._take_counts, "L3": self._take_fits, "L4": self._take_checks}[line](total)
 
-    def _take_means(self, total: F64) -> None:
-        P = len(self.params.columns)
-        self.donors, self.total = float(total[0]), float(total[-1])
+    def _take_counts(self, total: F64) -> None:
+        self.donors, self.total = float(total[0]), float(total[1])
         if not self.donors >= 1:
-            raise abort("L2", "no-donors", "no site has enough donors for one group")
-        self.center = total[1 : 1 + P] / self.donors
-        second = full(total[1 + P : -1], P) / self.donors - np.outer(self.center, self.center)
-        self.scale = np.sqrt(np.maximum(np.diag(second), 0.0))
-        constant = [
-            c
-            for c, s, m in zip(self.params.columns, self.scale, self.center, strict=True)
-            if s <= 1e-9 * max(1.0, abs(m))
-        ]
-        if constant:
-            raise abort("L2", "constant", f"'{constant[0]}' does not vary between groups of donors; leave it out")
-        self.moments = second / np.outer(self.scale, self.scale)
-        self._check_outcomes()
-
-    def _check_outcomes(self) -> None:
-        """Enough donors with and without the outcome, for the number of coefficients."""
+            raise abort(
+                "L2",
+                "no-donors",
+                "no site has min_donors donors with the outcome, min_donors without it and a feature that varies",
+            )
+        if self.params.model == "negbin":
+            self.dispersion = min(outcomes.dispersion_of(float(total[2]), float(total[3])), DISPERSION)
         most = max(len(f) for f in self.params.fits)
         what = {"cox": "events", "logistic": "donors with the outcome"}.get(self.params.model, "counts")
         few = self.total if self.params.model != "logistic" else min(self.total, self.donors - self.total)
@@ -821,106 +733,63 @@ class State:
         if few < 10 * most:
             self.notes.append(f"{few:.0f} {what} for {most} coefficients; fewer than ten each make estimates unstable")
 
-    def _take_inside(self, total: F64) -> None:
-        P = len(self.params.columns)
-        u = P * (P + 1) // 2
-        self.groups, self.inside = float(total[0]), float(total[1])
-        cuts = np.cumsum([2, P, u])
-        self.score, self.information = total[cuts[0] : cuts[1]], full(total[cuts[1] : cuts[2]], P)
-        self.variance = self.information
-        if self.params.model == "negbin":
-            rest = total[cuts[2] :]
-            self.variance = full(rest[:u], P)
-            self.dispersions = [outcomes.dispersion_of(float(rest[u]), float(rest[u + 1]))] * len(self.params.fits)
-
-    def _take_round(self, total: F64) -> None:
-        at, self.last = 0, []
-        for i, f in enumerate(self.params.fits):
-            p = len(f)
-            u = p * (p + 1) // 2
-            value, score, information = (
-                total[at],
-                total[at + 1 : at + 1 + p],
-                full(total[at + 1 + p : at + 1 + p + u], p),
+    def _take_fits(self, total: F64) -> None:
+        if round(float(total[1])) >= round(float(total[0])):
+            names = ", ".join(f"'{c}'" for c in self.params.columns)
+            raise abort(
+                "L3",
+                "separated",
+                f"the outcomes of every site are separated by the features {names}, or there are too few donors for so "
+                "many; leave features out",
             )
-            at += 1 + p + u
-            sums = outcomes.Sums(float(value), score, information)
-            self.last.append(sums)
-            K = self.information[np.ix_(f, f)]
-            unknown = outcomes.singular(information + K)
-            if unknown.any() and not self.betas[i].any():
-                names = ", ".join(f"'{self.params.columns[c]}'" for c, bad in zip(f, unknown, strict=True) if bad)
-                raise abort(
-                    "L4",
-                    "singular",
-                    f"the donors do not determine the coefficients of {names}: too few groups of donors, or features "
-                    "that are combinations of others within every site; leave features out",
-                )
-            self.betas[i], self.far[i] = outcomes.step_of(sums, self.score[[*f]], K, self.betas[i])
-
-    def edges(self) -> list[F64]:
-        """Ranges of the prediction: fifths, if it were normal."""
-        cuts = scipy.stats.norm.ppf(np.arange(1, BINS) / BINS)
-        return [
-            np.asarray(cuts * math.sqrt(max(float(b @ self.moments[np.ix_(f, f)] @ b), 1e-300)))
-            for f, b in zip(self.params.fits, self.betas, strict=True)
-        ]
-
-    def _separated(self, f: tuple[int, ...]) -> ProtocolAbort:
-        names = ", ".join(f"'{self.params.columns[c]}'" for c in f)
-        return abort(
-            "L5",
-            "separated",
-            f"the coefficients of {names} do not converge: the outcomes are separated by the features, or there are "
-            "too few donors for so many; leave features out",
-        )
-
-    def _check_converged(self) -> None:
-        for f, far in zip(self.params.fits, self.far, strict=True):
-            if not far <= FAR:
-                raise self._separated(f)
-        self._check_wide()
-
-    def _check_wide(self) -> None:
-        for f, b in zip(self.params.fits, self.betas, strict=True):
-            if math.sqrt(max(float(b @ self.moments[np.ix_(f, f)] @ b), 0.0)) > WIDE:
-                raise self._separated(f)
-
-    def _take_once(self, total: F64) -> None:
-        """L5: one step more, and the information for the errors."""
-        self._check_converged()
-        at, self.first = 0, list(self.betas)
-        for i, f in enumerate(self.params.fits):
+        at = 2
+        for f in self.params.fits:
             p = len(f)
             u = p * (p + 1) // 2
-            value, score, J = float(total[at]), total[at + 1 : at + 1 + p], full(total[at + 1 + p : at + 1 + p + u], p)
-            at += 1 + p + u
-            meat = J
-            if self.params.model == "negbin":
-                meat = full(total[at : at + u], p)
-                at += u
-            self.last[i] = outcomes.Sums(value, score, J)
-            self.covariances.append(outcomes.covariance_of(meat, J - meat, np.zeros((p, p))))
-            self.betas[i], _ = outcomes.step_of(self.last[i], np.zeros(p), np.zeros((p, p)), self.betas[i])
-        self._check_wide()
+            C, K = total[at : at + p], full(total[at + p : at + p + u], p)
+            at += p + u
+            there = np.diag(K) > 0
+            unknown = outcomes.singular(K[np.ix_(there, there)]) if there.any() else np.ones(1, bool)
+            if unknown.any():
+                names = ", ".join(
+                    f"'{self.params.columns[c]}'" for c, bad in zip(f, spread_over(there, unknown), strict=True) if bad
+                )
+                raise abort(
+                    "L3",
+                    "singular",
+                    f"the donors do not determine the coefficients of {names}: a feature that does not vary or is a "
+                    "combination of others within every site, or too few donors of a level with each outcome; leave "
+                    "features out",
+                )
+            beta, covariance = np.zeros(p), np.full((p, p), math.nan)
+            beta[there] = np.linalg.solve(K[np.ix_(there, there)], C[there])
+            covariance[np.ix_(there, there)] = np.linalg.inv(K[np.ix_(there, there)])
+            self.betas.append(beta)
+            self.covariances.append(covariance)
+            for name in [self.params.columns[c] for c, ok in zip(f, there, strict=True) if not ok]:
+                self.notes.append(
+                    f"'{name}' is not estimated: it does not vary, or a level of it has fewer than min_donors donors "
+                    "with or without the outcome at every site"
+                )
 
     def _take_checks(self, total: F64) -> None:
         made = []
         for i, f in enumerate(self.params.fits):
             part = total[i * (3 * BINS + 2) : (i + 1) * (3 * BINS + 2)]
-            s = self.scale[[*f]]
             agree, pairs = part[-2:]
+            concordance = float(agree / pairs) if pairs > 0 else math.nan
+            table = part[:-2].reshape(3, BINS).T
             made.append(
                 Fit(
                     f,
-                    self.betas[i] / s,
-                    self.covariances[i] / np.outer(s, s),
+                    np.where(np.isfinite(np.diag(self.covariances[i])), self.betas[i], math.nan),
+                    self.covariances[i],
                     math.inf,
-                    self.dispersions[i],
+                    self.dispersion,
                     math.nan,
-                    float(agree / pairs) if pairs > 0 else math.nan,
-                    part[:-2].reshape(3, BINS).T,
-                    self.last[i].value,
+                    concordance,
+                    table,
+                    math.nan,
                 )
             )
         self.fits = tuple(made)
@@ -929,12 +798,12 @@ class State:
         P = len(self.params.columns)
         u = P * (P + 1) // 2
         self.donors, sites, self.total = (float(v) for v in total[:3])
-        at = 3 + 2 * P
+        at = 3
         XX, Xy, yy = full(total[at : at + u], P), total[at + u : at + u + P], float(total[-1])
         for f in self.params.fits:
             df = self.donors - sites - len(f)
             A, b = XX[np.ix_(f, f)], Xy[[*f]]
-            if df < 1:
+            if not (df >= 1 and self.donors >= 1):
                 raise abort(
                     "L3",
                     "few-donors",
@@ -971,8 +840,6 @@ class State:
         return Modelled(
             round(self.donors),
             self.total,
-            round(self.groups),
-            round(self.inside),
             self.openings,
             self.fits,
             self.curves,
@@ -986,7 +853,7 @@ Add = Callable[[Channel, checked_sum.Params, int, str, str, State], Awaitable[F6
 
 
 async def follow(ch: Channel, params: Params, add: Add) -> Modelled:
-    """L2 to L6, or L8: the same at every party, except that S has no donors."""
+    """L2 to L4, or L8: the same at every party, except that S has no donors."""
     state = State(params)
     sums = lengths_of(params)
     for number, (line, what, length) in enumerate(sums):
@@ -1010,7 +877,7 @@ async def site(ch: Channel, params: Params, mine: Donors, *, entropy: Entropy, i
         words = sub.contribute(part, line=line, what=what, protocol=NAME)
         return join_sum(await checked_sum.site(sub, p, words, seed))
 
-    result = await follow(ch, params, add)  # L2 to L6, L8
+    result = await follow(ch, params, add)  # L2 to L4, L8
     await consistency_check.site(
         ch, consistency_check.Params(params.sites, params.coordinator), identity=identity
     )  # L7
@@ -1025,6 +892,6 @@ async def coordinator(ch: Channel, params: Params) -> Modelled:
     async def add(sub: Channel, p: checked_sum.Params, number: int, line: str, what: str, state: State) -> F64:
         return join_sum(await checked_sum.coordinator(sub, p))
 
-    result = await follow(ch, params, add)  # L2 to L6, L8
+    result = await follow(ch, params, add)  # L2 to L4, L8
     await consistency_check.coordinator(ch, consistency_check.Params(params.sites, params.coordinator))  # L7
     return result

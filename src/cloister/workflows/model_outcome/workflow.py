@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cloister.arrays import F64, I64
+from cloister.arrays import F64, I64, Bits
 from cloister.cells import tables as cells
 from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError
 from cloister.session import Outcome, RemoteSession, Session
-from cloister.study import Party, Study
+from cloister.study import Party
 from cloister.workflows import Workflow
 from cloister.workflows.model_outcome import figures as drawn
 from cloister.workflows.model_outcome import pooled_outcomes as protocol
@@ -65,7 +66,6 @@ class Options:
     min_cells: int = option(10, "smallest number of cells of a donor, and of a type for its expression")
     min_donors: int = option(3, "smallest number of a site's own donors behind any opened number", opens=True)
     level: float = option(0.95, "level of confidence intervals")
-    rounds: int = option(15, "rounds of Newton's method; all are run")
     key_added: str = option("outcome", "name in uns")
 
     def __post_init__(self) -> None:
@@ -173,7 +173,6 @@ def params_of(sites: tuple[Party, ...], coordinator: Party, options: Options) ->
         () if curves else options.design.fits,
         options.intervals if options.survival else 0,
         options.arms if curves else (),
-        options.rounds,
         options.min_donors,
     )
 
@@ -250,8 +249,21 @@ def donors_of(adata: AnnData, options: Options, thresholds: Thresholds | None = 
     def some(column: Any) -> Any:
         return None if column is None else column[at_all]
 
-    mine = Donors(x[at_all], y[at_all], samples.cells[at_all], some(interval), some(exposure), some(arm), thresholds)
-    return mine, notes
+    block = None if options.model == "km" else blocks_of(samples.names, whole & there, thresholds.min_donors)
+    columns = (some(interval), some(exposure), some(arm), thresholds, some(block))
+    return Donors(x[at_all], y[at_all], samples.cells[at_all], *columns), notes
+
+
+def blocks_of(names: Sequence[str], there: Bits, least: int) -> I64:
+    """Blocks of `least` donors or more by a hash of their names; -1 where one of the block is not there.
+
+    Runs on the same donors that leave out some differ in whole blocks, whatever their features.
+    """
+    order = sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
+    block = np.empty(len(names), np.int64)
+    block[order] = np.minimum(np.arange(len(names)) // least, max(len(names) // least - 1, 0))
+    block[np.isin(block, block[~there])] = -1
+    return block
 
 
 def check(adata: AnnData, options: Options) -> list[str]:
@@ -288,14 +300,6 @@ def reads(options: Options, site: str) -> tuple[str, ...]:
     return (*wanted, "label_key") if options.typed else wanted
 
 
-def warnings(study: Study, options: Options) -> list[str]:
-    """What is open in the security argument, before the run."""
-    return [
-        "sums can show a feature or outcome of a donor who alone combines two features, or lies far from all others;"
-        " merge rare groups first (docs/security/model_outcome.md, open findings)"
-    ]
-
-
 WORKFLOW = Workflow(
     name="model-outcome",
     summary="Relate outcomes of donors to features of their cells: survival, logistic, linear and count regression.",
@@ -307,6 +311,5 @@ WORKFLOW = Workflow(
     files=files,
     figures=figures,
     reads=reads,
-    warnings=warnings,
     writes=("uns[{key_added!r}]",),
 )

@@ -52,7 +52,7 @@ class Options:
         "index", "gene names to match by: var_names, or symbols or Ensembl ids from var"
     )
     library_key: str | None = option(None, "column of obs with library sizes; by default the sum over common genes")
-    target_sum: float = option(1e4, "counts per cell after normalisation")
+    target_sum: float = option(1e4, "counts per cell after normalisation", retired=True)
     labels: tuple[str, ...] = option((), "complete list of label names; if empty, the sites' names are collected")
     l2: float | None = option(
         None, "penalty λ of λ/2 ‖W‖² beside the mean loss, of solver=logistic; chosen on held-out cells if none"
@@ -65,8 +65,8 @@ class Options:
         0.25, "fraction of each label's cells held out at a time, to choose settings; 0 disables"
     )
     unknown_share: float = option(0.07, "fraction of right labels that may be called unknown")
-    tolerance: float = option(1e-5, "change of a coefficient at which the logistic fit stops")
-    max_openings: int = option(200, "number of sums that the logistic fit may open")
+    tolerance: float = option(1e-5, "change of a coefficient at which the logistic fit stops", retired=True)
+    max_openings: int = option(200, "number of sums that the logistic fit may open", retired=True)
     min_cells: int = option(50, "minimum number of cells of a site, and of its labelled cells if it adds to the model")
     min_label_cells: int = option(
         10, "minimum number of a site's own cells of a label; rarer labels are left out there"
