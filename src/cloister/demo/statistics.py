@@ -13,7 +13,7 @@ from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of, percent
 from cloister.demo.story import GROUPS, OUTCOME, PROGRAMS, SPACE, Story, differing
-from cloister.models import isolation_forest, leiden, variable_genes
+from cloister.models import isolation_forest, leiden, umap_map, variable_genes
 from cloister.models.harmony import EVERYTHING, Settings
 from cloister.papers import averaged_quantiles, federated_harmony
 from cloister.papers.attacks.sent import MASKED, Sent
@@ -171,6 +171,23 @@ def cluster_cells(story: Story, tell: Tell) -> Played:
     figures = (f"{v:.3f}" for v in (alone, together, pooled))
     leak = attacks.own_center(sent, x)
     return [run], [("cluster-cells", "hardened", "NMI", *figures, leak, *cost_of(run))]
+
+
+def shared_map(story: Story, tell: Tell) -> Played:
+    """How many of a cell's 15 nearest cells of all sites are among the 15 nearest on the map."""
+    sites, sent = story.integrated, Sent(*MASKED)
+    run = rehearse("shared-map", sites, on_event=tell, on_frame=sent)
+    x = {p: np.asarray(a.obsm["X_integrated"]) for p, a in sites.items()}
+    whole = np.concatenate([*x.values()])
+
+    def kept(y: Any) -> float:
+        return umap_map.recall(whole, y, 15)
+
+    apart = [umap_map.fitted(y, 15, 0.5, 0) + np.array([1e3 * i, 0.0]) for i, y in enumerate(x.values())]
+    together = kept(np.concatenate([run.data[p].obsm["X_shared_map"] for p in x]))
+    figures = percent(kept(np.concatenate(apart)), together, kept(umap_map.fitted(whole, 15, 0.5, 0)))
+    leak = attacks.own_center(sent, x)
+    return [run], [("shared-map", "hardened", "neighbours kept", *figures, leak, *cost_of(run))]
 
 
 def find_markers(story: Story, tell: Tell) -> Played:
