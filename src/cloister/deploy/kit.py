@@ -11,6 +11,7 @@
         local/runs.json       how many runs were begun
         local/budget.json     what was asked of the same cells in all (`approval.budget`)
         local/answered.npz    keyed fingerprints of the cells that were used so far (`approval.differencing`)
+        local/answered_donors.json   the same of donors in regressions and programs (`approval.answered_donors`)
         local/invitations.json   invitations of the last minutes, which are not answered twice
         startup/              certificate and key for TLS
         page.token            opens the page of a party that was started with --page (0600)
@@ -41,11 +42,12 @@ from cloister.cells.vocabulary import check_map
 from cloister.deploy.approval import approval, own_cells
 from cloister.deploy.approval.approval import Approval, Approvals, Refusal
 from cloister.deploy.approval.budget import USUAL, Budget, cost_of, read_budget
+from cloister.deploy.approval.answered_donors import AnsweredDonors
 from cloister.deploy.approval.differencing import AnsweredCells
 from cloister.deploy.notify import read_hook
 from cloister.deploy.proxy import Proxy
 from cloister.deploy.sandbox import FULL, LEVELS
-from cloister.disclosure import Thresholds
+from cloister.disclosure import DonorTable, Thresholds
 from cloister.errors import DataError, ParameterError, about
 from cloister.mpc.crypto.agreement import Identity
 from cloister.study import Party, Role, Study
@@ -335,6 +337,12 @@ class Kit:
             for key in (self.study.digest.hex(), *(part.workflow for part in self.study.parts)):
                 counts[key] = counts.get(key, 0) + 1
             files.write(self.path / "local" / COUNTS, json.dumps(counts, indent=1))
+
+    def admit_donors(self, policy: Policy, table: DonorTable) -> None:
+        """Store what a run answers about donors, or raise `Refusal` if it and earlier ones disclose a few of them."""
+        entry = self.approvals.entry(self.study)
+        least = None if entry is not None and entry.small_change else Thresholds().raised(policy.floors)
+        AnsweredDonors(self.budget(policy).path.parent).admit(table, self.study.name, least)
 
     def _counts(self) -> dict[str, int]:
         path = self.path / "local" / COUNTS

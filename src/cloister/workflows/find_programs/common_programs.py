@@ -98,6 +98,7 @@ class Profiles:
     present: Bits  # (n, T), whether the donor has enough cells of the type
     cells: I64  # (n,)
     thresholds: Thresholds = field(default_factory=Thresholds)
+    donors: tuple[str, ...] = ()  # names, for comparison with earlier runs at this site
 
 
 @dataclass(frozen=True, slots=True)

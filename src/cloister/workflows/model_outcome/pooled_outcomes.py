@@ -89,7 +89,7 @@ PRIOR = 1.0  # standard deviation of the prior that draws a site's own fit towar
 FREE = 20.0  # the same where it hardly matters: to see whether outcomes are separated
 DISPERSION = 100.0  # largest extra variance of counts
 PULL = 0.9  # of a donor's deviation, that is left by one step of `bounded`
-PULLS = 20  # steps per donor
+PULLS = 60  # steps, after which a donor is at the mean of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ class Donors:
     arm: I64 | None = None  # (n,), position among the arms; -1: none
     thresholds: Thresholds = field(default_factory=Thresholds)
     block: I64 | None = None  # (n,), sets of donors that are left out together, the same in every run; -1: left out
+    names: tuple[str, ...] = ()  # of the donors, for comparison with earlier runs at this site
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +302,24 @@ def rare(one: I64, other: I64, least: int) -> Bits:
     return made
 
 
+def rests_of(x: F64, columns: I64) -> list[tuple[int, Bits]]:
+    """What is left of all donors when exclusive columns are taken away, such as the reference of a factor.
+
+    Columns of zeros and one other value are exclusive if no donor has two of them. One minus their sum is a combination
+    of the columns and the constant. For each column in turn, the next exclusive ones join it: position of the last that
+    joined, and the donors that have none of them.
+    """
+    some = [int(j) for j in columns if x[:, j].any() and len(np.unique(x[x[:, j] != 0, j])) == 1]
+    made = []
+    for i in range(len(some)):
+        taken = x[:, some[i]] != 0
+        for j in (*some[i + 1 :], *some[:i]):
+            if not (taken & (x[:, j] != 0)).any():
+                taken = taken | (x[:, j] != 0)
+                made.append((j, ~taken))
+    return made
+
+
 def common_donors(x: F64, least: int, exposure: F64 | None = None, block: I64 | None = None) -> I64:
     """Donors of whom each level, and each combination of levels of two columns, has at least `least`; whole blocks."""
     at = np.arange(len(x)) if block is None else np.flatnonzero(block >= 0)
@@ -310,6 +329,9 @@ def common_donors(x: F64, least: int, exposure: F64 | None = None, block: I64 | 
         for i, one in enumerate(codes):
             for other in codes[: i + 1]:
                 alone |= rare(one, other, least)
+        for _, rest in rests_of(x[at], np.arange(x.shape[1])):
+            if rest.sum() < least:
+                alone |= rest
         if exposure is not None and not alone.any():
             part = np.square(exposure[at])
             alone = part * least > part.sum() * (1 + SLACK)
@@ -342,13 +364,17 @@ def bounded(x: F64, least: int) -> F64:
     x = bounded_columns(x, least)
     rank = np.linalg.matrix_rank(x - x.mean(axis=0)) + 1
     most = min(MOST, max(1 / least, 2 * rank / len(x)))
-    for _ in range(PULLS * len(x)):
+    pulls = np.zeros(len(x), np.int64)
+    for _ in range(2 * PULLS * len(x)):
         x = bounded_columns(x, least)
         h = leverage_of(x)
         worst = int(np.argmax(h))
         if h[worst] <= most * (1 + SLACK):
             return x
-        x[worst] = x.mean(axis=0) + PULL * (x[worst] - x.mean(axis=0))
+        near = x.mean(axis=0) + PULL * (x[worst] - x.mean(axis=0))
+        pulls[worst] += 1
+        # a donor that alone spans a direction would keep its leverage, however near: it goes to the mean of the others
+        x[worst] = near if pulls[worst] < PULLS else np.delete(x, worst, axis=0).mean(axis=0)
     return np.zeros_like(x)
 
 
@@ -375,7 +401,7 @@ def prepared(params: Params, mine: Donors) -> Prepared:
     seen = levels_of(y, least)
     if params.model in ("cox", "logistic"):
         seen = y.astype(np.int64)
-    several = len(np.unique(seen)) > 1
+    several, binary = len(np.unique(seen)) > 1, params.model in ("cox", "logistic")
     if rare(seen, seen, least).any() or (params.model != "linear" and not y.any()):
         text = "fewer than min_donors donors here have one of the outcomes: this site adds nothing"
         return replace(nothing, notes=(*notes, text))
@@ -385,6 +411,15 @@ def prepared(params: Params, mine: Donors) -> Prepared:
         if len(np.unique(codes)) > 1 and several:
             _, cells = np.unique(np.stack([codes, seen], axis=1), axis=0, return_counts=True)
             opened[j] = len(cells) == len(np.unique(codes)) * len(np.unique(seen)) and cells.min() >= least
+    while several:  # the reference of a factor has no column of its own
+        few = (
+            j
+            for j, rest in rests_of(x, np.flatnonzero(opened))
+            if rest.any() and min(int((rest & (seen == code)).sum()) for code in np.unique(seen)) < least
+        )
+        if (column := next(few, None)) is None:
+            break
+        opened[column] = False
     if not opened.all():
         names = ", ".join(f"'{c}'" for c, ok in zip(params.columns, opened, strict=True) if not ok)
         notes.append(f"{names}: too few donors of a level have one of the outcomes; this site adds nothing to them")
@@ -401,8 +436,9 @@ def prepared(params: Params, mine: Donors) -> Prepared:
     if params.model == "linear":
         y = bounded(y[:, None], least)[:, 0]
     elif params.model in ("poisson", "negbin"):  # on the scale on which the means are linear
-        y = np.expm1(bounded(np.log1p(y)[:, None], least)[:, 0])
-    sizes = [shares_of(near).max(initial=0.0), shares_of(y[:, None]).max() if params.model == "linear" else 0.0]
+        y = np.expm1(bounded(np.log1p(y)[:, None], least))
+        y = bounded_columns(y, least)[:, 0]  # where logarithms spread widely, one count may be most of the sum
+    sizes = [shares_of(near).max(initial=0.0), 0.0 if binary else shares_of(y[:, None]).max()]
     donors = min(1 / max(*sizes, 1 / len(x)), float(len(x)))
     if not np.any(near):
         return replace(nothing, notes=(*notes, "no feature is left: this site adds nothing"))
