@@ -40,9 +40,9 @@ from cloister import files, governance, workflows
 from cloister.cells.files import Settings
 from cloister.cells.vocabulary import check_map
 from cloister.deploy.approval import approval, own_cells
+from cloister.deploy.approval.answered_donors import AnsweredDonors
 from cloister.deploy.approval.approval import Approval, Approvals, Refusal
 from cloister.deploy.approval.budget import USUAL, Budget, cost_of, read_budget
-from cloister.deploy.approval.answered_donors import AnsweredDonors
 from cloister.deploy.approval.differencing import AnsweredCells
 from cloister.deploy.notify import read_hook
 from cloister.deploy.proxy import Proxy

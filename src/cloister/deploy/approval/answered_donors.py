@@ -23,12 +23,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from cloister import files
+from cloister.arrays import Array
 from cloister.deploy.approval.approval import Refusal, stamp_now
 from cloister.deploy.approval.differencing import ALLOW, AnsweredCells
 from cloister.disclosure import DonorTable, Thresholds
@@ -44,12 +45,10 @@ class Answered:
     study: str
     when: str
     donors: list[str]
-    columns: Mapping[str, list[str]]  # one print per donor
+    columns: Mapping[str, list[str]]  # one print per donor, of values as sums use them
+    levels: Mapping[str, list[str]]  # the same of values as they are
     terms: Mapping[str, str]
     spent: list[str]
-
-    def column(self, name: str) -> dict[str, str]:
-        return dict(zip(self.donors, self.columns[name], strict=True))
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,16 @@ class AnsweredDonors:
         def prints(kind: bytes, values: list[str]) -> list[str]:
             return [hashlib.blake2b(v.encode(), digest_size=8, key=key, person=kind).hexdigest() for v in values]
 
-        columns = {
-            name: prints(b"column", [float(v).hex() for v in np.asarray(values, np.float64) + 0.0])  # -0 is 0
-            for name, values in table.columns.items()
-        }
+        def tables(columns: Mapping[str, Array]) -> dict[str, list[str]]:
+            return {  # -0 is 0
+                name: prints(b"column", [float(v).hex() for v in np.asarray(values, np.float64) + 0.0])
+                for name, values in columns.items()
+            }
+
         terms = dict(zip(table.terms, prints(b"term", [*table.terms.values()]), strict=True))
         spent = [f"{column} {number}" for column in table.spent] if table.again else [*table.spent]
-        return Answered(study, stamp_now(), prints(b"donor", [*table.donors]), columns, terms, spent)
+        donors = prints(b"donor", [*table.donors])
+        return Answered(study, stamp_now(), donors, tables(table.columns), tables(table.levels), terms, spent)
 
     def _load(self) -> list[Answered]:
         path = self.folder / FILE
@@ -104,7 +106,7 @@ class AnsweredDonors:
 
 
 def _same(one: Answered, new: Answered) -> bool:
-    return (one.donors, one.columns, one.terms, one.spent) == (new.donors, new.columns, new.terms, new.spent)
+    return replace(one, study=new.study, when=new.when) == new
 
 
 def check_new(earlier: list[Answered], new: Answered, least: int) -> None:
@@ -138,16 +140,20 @@ def _check_pair(one: Answered, new: Answered, least: int) -> None:
     differ = len({*one.donors} ^ {*new.donors})
     check(differ, f"the donors differ by {differ}")
     both = {*one.donors} & {*new.donors}
-    for theirs in one.columns:
-        then = one.column(theirs)
-        for mine in new.columns:
-            now = new.column(mine)
+    for theirs, then in _by_donor(one.donors, one.columns).items():
+        for mine, now in _by_donor(new.donors, new.columns).items():
             moved = sum(then[d] != now[d] for d in both)
             check(moved, f"'{mine}' has another value than '{theirs}' in {moved} donor(s)")
-            if theirs != mine and moved:
-                continue
+    for theirs, then in _by_donor(one.donors, one.levels).items():
+        for mine, now in _by_donor(new.donors, new.levels).items():
+            if theirs != mine and any(then[d] != now[d] for d in both):
+                continue  # another column, and not by another name
             for value in {*then.values()} & {*now.values()}:
                 before, after = ({d for d, v in column.items() if v == value} for column in (then, now))
                 if min(len(before), len(after)) >= least:
                     apart = len(before ^ after)
                     check(apart, f"those with one value of '{mine}' differ by {apart} donor(s)")
+
+
+def _by_donor(donors: list[str], columns: Mapping[str, list[str]]) -> dict[str, dict[str, str]]:
+    return {name: dict(zip(donors, values, strict=True)) for name, values in columns.items()}

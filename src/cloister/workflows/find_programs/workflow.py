@@ -139,7 +139,7 @@ def answered_of(mine: Profiles, options: Options) -> DonorTable:
     sets = sorted(tuple(d for d, g in zip(mine.donors, groups, strict=True) if g == k) for k in np.unique(groups))
     present = [(d, row.tolist()) for d, row in zip(mine.donors, mine.present, strict=True)]
     terms = {"groups of similar donors": json.dumps(sets), "cell types of the donors": json.dumps(present)}
-    return DonorTable(mine.donors, {}, terms)
+    return DonorTable(mine.donors, {}, {}, terms)
 
 
 def check(adata: AnnData, options: Options) -> list[str]:

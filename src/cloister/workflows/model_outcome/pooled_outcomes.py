@@ -343,20 +343,22 @@ def common_donors(x: F64, least: int, exposure: F64 | None = None, block: I64 | 
     return at
 
 
-def leverage_of(x: F64) -> F64:
-    """Of each row, in the span of these columns and a constant."""
-    d = x - x.mean(axis=0)
+def leverage_of(x: F64, weights: F64 | None = None) -> F64:
+    """Of each row, in the span of these columns and a constant; rows may have weights."""
+    w = np.ones(len(x)) if weights is None else weights
+    d = np.sqrt(w)[:, None] * (x - w @ x / w.sum())
     sizes = np.linalg.norm(d, axis=0)
     left, size, _ = np.linalg.svd(d[:, sizes > 0] / sizes[sizes > 0], full_matrices=False)
-    made: F64 = 1 / len(x) + np.square(left[:, size > RANK * size.max(initial=0.0)]).sum(axis=1)
+    made: F64 = w / w.sum() + np.square(left[:, size > RANK * size.max(initial=0.0)]).sum(axis=1)
     return made
 
 
-def bounded(x: F64, least: int) -> F64:
+def bounded(x: F64, least: int, exposure: F64 | None = None) -> F64:
     """Values of which no donor has more than 1 / least of a column's squares, or too much leverage in all columns.
 
     The bound on the leverage is twice its mean, but at most 1 / 2, and 1 / least where that is more. A donor above a
-    bound is moved towards the mean of all.
+    bound is moved towards the mean of all. With exposures, which are weights of the information at zero, no donor has
+    more than half of a weighted sum of squares either.
     """
     x = x.copy()
     if least == 1 or not x.shape[1]:
@@ -367,9 +369,11 @@ def bounded(x: F64, least: int) -> F64:
     pulls = np.zeros(len(x), np.int64)
     for _ in range(2 * PULLS * len(x)):
         x = bounded_columns(x, least)
-        h = leverage_of(x)
+        h = leverage_of(x) / most
+        if exposure is not None:
+            h = np.maximum(h, leverage_of(x, exposure) / MOST)
         worst = int(np.argmax(h))
-        if h[worst] <= most * (1 + SLACK):
+        if h[worst] <= 1 + SLACK:
             return x
         near = x.mean(axis=0) + PULL * (x[worst] - x.mean(axis=0))
         pulls[worst] += 1
@@ -428,7 +432,7 @@ def prepared(params: Params, mine: Donors) -> Prepared:
     free = x[:, opened]
     scale = np.maximum(np.abs(free).max(axis=0, initial=0.0), 1e-300)
     free = np.where(np.ptp(free, axis=0) > RANK * scale, free, 0.0)
-    near = bounded(free, least)
+    near = bounded(free, least, exposure)
     if moved_in := int((np.abs(near - free) > 0).any(axis=1).sum()):
         notes.append(f"{moved_in} of {n} donors have features far from the others'; they count with nearer values")
     x = x.copy()
@@ -484,6 +488,8 @@ def own_fit(
     while least > 1 and heaviest(params, rows, found, dispersion) > MOST and np.abs(b).max() > 1e-3:
         b = b / 2
         found = outcomes.evaluate(params.likelihood, rows, b, dispersion)
+    if least > 1 and heaviest(params, rows, found, dispersion) > MOST * (1 + SLACK):  # at zero too, so nothing is added
+        found = replace(found, score=0.0 * found.score, information=0.0 * found.information)
     C, K = (found.score + found.information @ b) * scale, found.information * np.outer(scale, scale)
     eta = rows.x @ b
     codes = ranges_of(eta, ready, params, least, columns)
@@ -663,6 +669,8 @@ class Side:
     def _fits(self, state: State) -> F64:
         """L3: sites, those whose outcomes are separated in every regression, and what each adds to these."""
         self.own = own_fits(self.params, self.ready, state.dispersion, self.mine.thresholds.min_donors)
+        if nothing := sum(not own.information.any() for own in self.own):
+            self.notes += (f"one donor would weigh more than half in {nothing} regression(s); this site adds nothing",)
         numbers = [v for own in self.own for v in (own.score, upper(own.information))]
         return np.concatenate([[1.0, float(all(own.separated for own in self.own))], *numbers])
 

@@ -264,26 +264,26 @@ def answered_of(mine: Donors, options: Options, params: Params) -> DonorTable:
     if options.survival:
         shown = (options.horizon, options.intervals, options.event)
         terms[f"times '{options.time_key}' of '{options.outcome_key}'"] = json.dumps(shown)
-    values: dict[str, F64 | I64] = {}
+    used: dict[str, F64] = {}
+    levels: dict[str, F64 | I64] = {}
     spent: list[str] = []
     if options.model == "km":
         assert mine.arm is not None
         at, *_ = protocol.runs_of(params, mine)
-        values[f"arm {options.group_key}"] = mine.arm[at]
-        y = mine.y[at]
+        levels[f"arm {options.group_key}"], y = mine.arm[at], mine.y[at]
     else:
         ready = protocol.prepared(params, mine)
         at, y = ready.at, ready.y
-        values |= {c: mine.x[at, j] for j, c in enumerate(params.columns)}
-        values |= {f"{c} as used": ready.x[:, j] for j, c in enumerate(params.columns)}
+        levels |= {c: mine.x[at, j] for j, c in enumerate(params.columns)}
+        used |= {c: ready.x[:, j] for j, c in enumerate(params.columns)}
         about = [options.model, options.outcome_key, options.event, options.exposure_key]
         spent = [json.dumps([*about, c]) for c in params.columns]
-    values[f"outcome {options.outcome_key}"] = mine.y[at]
-    values[f"outcome {options.outcome_key} as used"] = y
+    levels[f"outcome {options.outcome_key}"], used[f"outcome {options.outcome_key}"] = mine.y[at], y
     if mine.exposure is not None:
-        values[f"exposure {options.exposure_key}"] = mine.exposure[at]
+        used[f"exposure {options.exposure_key}"] = mine.exposure[at]
+    names = tuple(mine.names[i] for i in at)
     # the extra variance of a negative binomial is chosen by all sites together, so each run has new weights
-    return DonorTable(tuple(mine.names[i] for i in at), values, terms, tuple(spent), again=options.model == "negbin")
+    return DonorTable(names, used, levels, terms, tuple(spent), again=options.model == "negbin")
 
 
 def blocks_of(names: Sequence[str], there: Bits, least: int) -> I64:
