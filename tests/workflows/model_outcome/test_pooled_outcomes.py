@@ -415,6 +415,19 @@ def test_one_count_is_not_most_of_the_sum_where_logarithms_spread_widely(model):
     assert 0.1 < largest < 0.42
 
 
+def test_one_count_among_low_ones_is_not_the_extra_variance():
+    """Attack: of four large counts three are in one group, so Σ (y - m)² was that of the fourth, to 1 %."""
+    rng = np.random.default_rng(0)
+    y = rng.poisson(1.0, 30).astype(float)
+    y[[0, 1, 2, 3]] = 900.0, 901.0, 899.0, 500.0
+    near = np.repeat(np.arange(10), 3)
+    before, after = (protocol.outcomes.extra_variance(y, near, None, least)[0] for least in (1, 3))
+    assert abs(np.sqrt(1.5 * before) - 500.0) < 6
+    assert after < 100
+    usual = rng.poisson(5.0, 30).astype(float)
+    np.testing.assert_array_equal(*(protocol.outcomes.extra_variance(usual, near, None, k) for k in (1, 3)))
+
+
 @pytest.mark.parametrize("model", ["poisson", "negbin"])
 def test_exposures_leave_no_donor_more_than_half_of_the_information(model):
     """Attack: halving b does not help where exposures are the weights at b = 0; one donor had up to 85 %."""

@@ -12,6 +12,7 @@ import numpy as np
 from cloister.arrays import F64, I64
 from cloister.cells import tables as cells
 from cloister.cells.bulks import add_up
+from cloister.cells.donors import donor_ids
 from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.disclosure import DonorTable, Thresholds
 from cloister.errors import DataError, ParameterError
@@ -128,8 +129,8 @@ def profiles_of(adata: AnnData, options: Options, thresholds: Thresholds | None 
     x: F64 = np.log1p(1e4 * counts / np.maximum(library, 1.0))
     present = (number >= options.min_cells) & (library[:, :, 0] > 0)
     cells_of = np.bincount(of_cell, minlength=n).astype(np.int64)
-    names = tuple(own_names(adata, options))
-    return Profiles(names, x, present, cells_of, thresholds, tuple(map(str, donors))), of_cell.astype(np.int64)
+    names, ids = tuple(own_names(adata, options)), donor_ids(adata, of_cell, donors)
+    return Profiles(names, x, present, cells_of, thresholds, ids), of_cell.astype(np.int64)
 
 
 def answered_of(mine: Profiles, options: Options) -> DonorTable:

@@ -661,9 +661,10 @@ class Side:
         ready = self.ready
         extra = np.zeros(2)
         if self.params.model == "negbin":
-            least = Thresholds(1, max(NEAR, self.mine.thresholds.min_donors))
-            near = replace(self.rows, thresholds=least).similar(standardised(ready.x)).codes
-            extra = outcomes.extra_variance(ready.y, near, ready.exposure)
+            least = self.mine.thresholds.min_donors
+            rows = replace(self.rows, thresholds=Thresholds(1, max(NEAR, least)))
+            near = rows.similar(standardised(ready.x)).codes
+            extra = outcomes.extra_variance(ready.y, near, ready.exposure, least)
         return np.concatenate([[float(len(ready.at)), float(ready.y.sum())], extra])
 
     def _fits(self, state: State) -> F64:

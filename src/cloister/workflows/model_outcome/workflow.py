@@ -12,6 +12,7 @@ import numpy as np
 
 from cloister.arrays import F64, I64, Bits
 from cloister.cells import tables as cells
+from cloister.cells.donors import donor_ids
 from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.disclosure import DonorTable, Thresholds
 from cloister.errors import DataError, ParameterError
@@ -251,9 +252,10 @@ def donors_of(adata: AnnData, options: Options, thresholds: Thresholds | None = 
     def some(column: Any) -> Any:
         return None if column is None else column[at_all]
 
-    block = None if options.model == "km" else blocks_of(samples.names, whole & there, thresholds.min_donors)
+    ids = donor_ids(adata, samples.of_cell, samples.names)
+    block = None if options.model == "km" else blocks_of(ids, whole & there, thresholds.min_donors)
     columns = (some(interval), some(exposure), some(arm), thresholds, some(block))
-    names = tuple(samples.names[i] for i in at_all)
+    names = tuple(ids[i] for i in at_all)
     return Donors(x[at_all], y[at_all], samples.cells[at_all], *columns, names), notes
 
 
