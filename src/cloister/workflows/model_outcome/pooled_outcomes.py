@@ -24,7 +24,7 @@ names; events of an interval are tied (Efron).
 
 Thresholds, enforced by each site on its own donors, whatever others send. A level is a value that a third of the donors
 share; all other values of a column are one level too. In each pair of columns, and in each column alone, a level or
-combination that 1 to min_donors - 1 donors have is left out with its donors. A column of which a level has fewer than
+combination that 1 to min_donors - 1 donors have is left out with its donors, as is the reference of a factor. A column of which a level has fewer than
 min_donors donors with, or without, the outcome is projected out of the others and adds nothing. A site with fewer than
 min_donors donors of one outcome adds nothing.
 
@@ -39,6 +39,9 @@ one malicious site : the same. C and K of other sites do not depend on what it s
     site.
 coordinator with k sites : the sums over the other sites; with all but one, those of the last site.
 whoever knows all donors of a site but one : that donor, as from any exact sum.
+whoever sees two runs on the same donors : what their sums differ by. Between machines a site rejects a run that
+    differs from an earlier one in fewer than min_donors donors, or relates too many columns to outcomes; a rehearsal
+    does not. An entry of K or C may rest on the one donor that is large in both of its columns.
 
 Assumes
 -------
