@@ -129,7 +129,7 @@ def profiles_of(adata: AnnData, options: Options, thresholds: Thresholds | None 
     x: F64 = np.log1p(1e4 * counts / np.maximum(library, 1.0))
     present = (number >= options.min_cells) & (library[:, :, 0] > 0)
     cells_of = np.bincount(of_cell, minlength=n).astype(np.int64)
-    names, ids = tuple(own_names(adata, options)), donor_ids(adata, of_cell, donors)
+    names, ids = tuple(own_names(adata, options)), donor_ids(adata, of_cell, donors.tolist())
     return Profiles(names, x, present, cells_of, thresholds, ids), of_cell.astype(np.int64)
 
 

@@ -24,9 +24,10 @@ names; events of an interval are tied (Efron).
 
 Thresholds, enforced by each site on its own donors, whatever others send. A level is a value that a third of the donors
 share; all other values of a column are one level too. In each pair of columns, and in each column alone, a level or
-combination that 1 to min_donors - 1 donors have is left out with its donors, as is the reference of a factor. A column of which a level has fewer than
-min_donors donors with, or without, the outcome is projected out of the others and adds nothing. A site with fewer than
-min_donors donors of one outcome adds nothing.
+combination that 1 to min_donors - 1 donors have is left out with its donors. So is the rest that exclusive columns
+leave, such as the reference of a factor. A column of which a level has fewer than min_donors donors with, or without,
+the outcome is projected out of the others and adds nothing. A site with fewer than min_donors donors of one outcome
+adds nothing.
 
 Reveals
 -------
