@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SHIPPED = (
     "bin-values",
     "find-outliers",
+    "quality-control",
     "choose-genes",
     "shared-pca",
     "integrate",

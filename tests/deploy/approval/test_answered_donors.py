@@ -10,11 +10,14 @@ import pandas as pd
 import pytest
 from anndata import AnnData
 
+from cloister.cells.demo import demo_sites
 from cloister.cells.donors import donor_ids
+from cloister.cells.files import write_cells
 from cloister.deploy.approval.answered_donors import FILE, AnsweredDonors
+from cloister.deploy.kit import Kit
 from cloister.disclosure import DonorTable, Thresholds
 from cloister.errors import ParameterError, RefusedError
-from cloister.study import Party
+from cloister.study import Party, Study
 from cloister.workflows.find_programs import common_programs as programs
 from cloister.workflows.find_programs import workflow as find_programs
 from cloister.workflows.model_outcome import pooled_outcomes as protocol
@@ -240,6 +243,25 @@ def test_another_column_that_names_the_donors_changes_nothing(answered):
     assert sorted(tables[0].donors) == sorted(tables[1].donors)
     admit(answered, tables[0])
     admit(answered, tables[1])
+
+
+def test_a_kit_compares_donors_unless_the_approval_allows_small_changes(tmp_path):
+    pytest.importorskip("nvflare")
+    from cloister.deploy.provision import provision
+
+    parties = {"hub": "coordinator", "basel": "site", "lugano": "site", "vienna": "site"}
+    study = Study("small", "bin-values", parties, network={"host": "localhost", "port": 18779})
+    kit = Kit.open(provision(study, tmp_path)["basel"])
+    write_cells(demo_sites()["basel"], kit.path / "cells.h5ad")
+    names = tuple("abcdefgh")
+    table = DonorTable(names, {"y": np.arange(8.0)}, {})
+    other = DonorTable(names, {"y": np.array([9.0, 1, 2, 3, 4, 5, 6, 7])}, {})
+    kit.approve("Ann")
+    kit.admit_donors(kit.policy(), table)
+    with pytest.raises(RefusedError, match="in 1 donor.*--allow-small-change"):
+        kit.admit_donors(kit.policy(), other)
+    kit.approve("Ann", small_change=True)
+    kit.admit_donors(kit.policy(), other)
 
 
 def test_other_donors_are_not_compared(answered):
