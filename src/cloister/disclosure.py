@@ -78,6 +78,18 @@ class Thresholds:
 
 
 @dataclass(frozen=True, slots=True)
+class DonorTable:
+    """What a run answers about which donors of a site, to be compared with its earlier runs. It stays at the site."""
+
+    donors: tuple[str, ...]  # names of those that count
+    columns: Mapping[str, Array]  # one value per donor, of each feature and outcome, as sums use it
+    levels: Mapping[str, Array]  # the same as it is
+    terms: Mapping[str, str] = field(default_factory=dict)  # what has to be the same in all runs on these donors
+    spent: tuple[str, ...] = ()  # columns whose number is limited over all runs
+    again: bool = False  # whether these count anew in each run
+
+
+@dataclass(frozen=True, slots=True)
 class Contribution:
     """Numbers that a site adds to opened sums, and the smallest group of its own behind any that is not suppressed."""
 

@@ -19,7 +19,7 @@ import numpy as np
 from cloister._version import __version__
 from cloister.cells.progress import told_to
 from cloister.cells.tables import attach_receipt, places, used_cells
-from cloister.disclosure import Thresholds
+from cloister.disclosure import DonorTable, Thresholds
 from cloister.mpc import session as mpc
 from cloister.mpc.crypto import cores
 from cloister.mpc.crypto.agreement import Identity
@@ -69,8 +69,10 @@ class Session(mpc.Session):
         context: mpc.Context,
         floors: Mapping[str, int] | None = None,
         charge: Callable[[bytes, int, str], None] | None = None,
+        admit: Callable[[DonorTable], None] | None = None,
     ) -> None:
         super().__init__(endpoint, context)
+        self._admit = admit  # compares with earlier runs between machines; a rehearsal has none
         self._charge = charge  # the site's budget between machines; a rehearsal has none
         self.consent = context.consent
         self.floors = dict(floors or {})  # this site's own minimum group sizes, which raise those of the study
@@ -87,6 +89,11 @@ class Session(mpc.Session):
         """Count query cells against this site's budget for the querier's identity key; raises if it is spent."""
         if self._charge is not None:
             self._charge(self.study.keys[querier], cells, querier)
+
+    def admit_donors(self, table: DonorTable) -> None:
+        """Compare what this run answers about donors with this site's earlier runs; raises if both disclose a few."""
+        if self._admit is not None:
+            self._admit(table)
 
     def note(self, kind: str, what: str) -> None:
         """Enter into the receipt what does not travel: the cells that were used, privacy that was spent."""
@@ -128,6 +135,7 @@ def open_session(
     consent: frozenset[str] = frozenset(),
     floors: Mapping[str, int] | None = None,
     charge: Callable[[bytes, int, str], None] | None = None,
+    admit: Callable[[DonorTable], None] | None = None,
     reveals: Mapping[str, str] | None = None,
     identity: Identity | None = None,
     entropy: Entropy | None = None,
@@ -140,7 +148,7 @@ def open_session(
     """A party's place in one run, whatever carries the frames; it ends with the block.
 
     `consent` names what this party's own settings allow beyond taking part; `floors` raises minimum group sizes,
-    `charge` counts query cells of a querier against this site's budget.
+    `charge` counts query cells of a querier against this site's budget, `admit` compares donors with earlier runs.
     `reveals` holds the `Reveals` of every protocol that the study may run; the receipt ends with those of the protocols
     that did. `on_receipt` gets it however the run ends. `approval` is who allowed the run here, and on which cells.
     `journal` is a file in which every entry stands before its message leaves. Any error is told to the peers as an
@@ -156,7 +164,7 @@ def open_session(
         consent=consent,
         header=_header(study, me, reveals or {}, approval),
         reveals=reveals,
-        make=lambda endpoint, context: Session(study, endpoint, context, floors, charge),
+        make=lambda endpoint, context: Session(study, endpoint, context, floors, charge, admit),
         on_event=on_event,
         on_receipt=on_receipt,
         journal=journal,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,3 +72,15 @@ def _column(adata: AnnData, donor_key: str) -> pd.Series:
     if (unnamed := int(column.isna().sum())) > 0:
         raise DataError(f"adata.obs[{donor_key!r}] names no donor for {unnamed} cells; fill it or remove these cells.")
     return column
+
+
+def donor_ids(adata: AnnData, of_cell: I64, names: Sequence[str]) -> tuple[str, ...]:
+    """A name of each donor that does not depend on which column names donors: the smallest hash of a cell's name.
+
+    It stays the same if a study names another column for the same persons. Donors that share it have their names too.
+    """
+    smallest = [""] * len(names)
+    for cell, k in zip(adata.obs_names, of_cell.tolist(), strict=True):
+        digest = hashlib.sha256(str(cell).encode()).hexdigest()
+        smallest[k] = min(smallest[k] or digest, digest)
+    return tuple(x if smallest.count(x) == 1 else f"{x} {name}" for x, name in zip(smallest, names, strict=True))

@@ -12,6 +12,7 @@
         local/course.json     which steps of a study are finished here (`cloister.deploy.course`)
         local/budget.json     what was asked of the same cells in all (`approval.budget`)
         local/answered.npz    keyed fingerprints of the cells that were used so far (`approval.differencing`)
+        local/answered_donors.json   the same of donors in regressions and programs (`approval.answered_donors`)
         local/invitations.json   invitations of the last minutes, which are not answered twice
         startup/              certificate and key for TLS
         page.token            opens the page of a party that was started with --page (0600)
@@ -40,13 +41,14 @@ from cloister import files, governance, workflows
 from cloister.cells.files import Settings
 from cloister.cells.vocabulary import check_map
 from cloister.deploy.approval import approval, own_cells
+from cloister.deploy.approval.answered_donors import AnsweredDonors
 from cloister.deploy.approval.approval import Approval, Approvals, Refusal
 from cloister.deploy.approval.budget import USUAL, Budget, cost_of, read_budget
 from cloister.deploy.approval.differencing import AnsweredCells
 from cloister.deploy.notify import read_hook
 from cloister.deploy.proxy import Proxy
 from cloister.deploy.sandbox import FULL, LEVELS
-from cloister.disclosure import Thresholds
+from cloister.disclosure import DonorTable, Thresholds
 from cloister.errors import DataError, ParameterError, about
 from cloister.mpc.crypto.agreement import Identity
 from cloister.study import Party, Role, Study
@@ -362,6 +364,12 @@ class Kit:
         least = None if entry.small_change else Thresholds().raised(policy.floors)
         columns, groups = own_cells.columns_read(part), own_cells.columns_read(part, grouped=True)
         self.answered(policy).admit_step(adata, entry.data.matrix, self.study.name, least, columns, groups)
+
+    def admit_donors(self, policy: Policy, table: DonorTable) -> None:
+        """Store what a run answers about donors, or raise `Refusal` if it and earlier ones disclose a few of them."""
+        entry = self.approvals.entry(self.study)
+        least = None if entry is not None and entry.small_change else Thresholds().raised(policy.floors)
+        AnsweredDonors(self.budget(policy).path.parent).admit(table, self.study.name, least)
 
     def _counts(self) -> dict[str, int]:
         path = self.path / "local" / COUNTS

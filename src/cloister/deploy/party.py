@@ -252,6 +252,7 @@ class Turn:
             consent=frozenset(policy.consent),
             floors=policy.floors,
             charge=kit.budget(policy).charge_queries if kit.role == "site" else None,
+            admit=functools.partial(kit.admit_donors, policy) if kit.role == "site" else None,
             approval=self._approval(policy, part),
             journal=journal_in(step_folder(folder, part), kit.me),
             agreement=self.course.agreement(part),

@@ -187,17 +187,27 @@ def drawn_to_zero(model: Model, t: Table, prior: float, dispersion: float = 0.0)
     return b
 
 
-def extra_variance(y: F64, near: I64, exposure: F64 | None) -> F64:
-    """Σ (y - m)² - m and Σ m² of rows in groups, with m the group's mean, both without bias by it."""
+def extra_variance(y: F64, near: I64, exposure: F64 | None, least: int = 1) -> F64:
+    """Σ (y - m)² - m and Σ m² of rows in groups, with m the group's mean, both without bias by it.
+
+    One row may be most of its group's Σ (y - m)². So no group has more than 1 / `least` of the sum over groups, if
+    there are so many; a larger one becomes that.
+    """
+    groups = [np.flatnonzero(near == g) for g in np.unique(near[near >= 0])]
+    each = [np.ones(len(at)) if exposure is None else exposure[at] for at in groups]
+    means = [float(y[at].sum()) * e / e.sum() for at, e in zip(groups, each, strict=True)]
+    spread = np.array([float(np.square(y[at] - m).sum()) for at, m in zip(groups, means, strict=True)])
+    order = np.sort(spread)[::-1]
+    for t in range(least if len(groups) >= least else 0):  # the t largest become the bound
+        bound = float(order[t:].sum()) / (least - t)
+        if order[t] <= bound:
+            spread = np.minimum(spread, bound)
+            break
     excess, squared = 0.0, 0.0
-    for g in np.unique(near[near >= 0]).tolist():
-        at = np.flatnonzero(near == g)
-        e = np.ones(len(at)) if exposure is None else exposure[at]
-        m = float(y[at].sum()) * e / e.sum()
+    for at, e, m, found in zip(groups, each, means, spread.tolist(), strict=True):
         left = 1 - e / e.sum()
-        spread = float(np.square(y[at] - m).sum())
-        excess += spread - float(m @ left)
-        squared += float(np.square(m) @ left) - spread / len(at)
+        excess += found - float(m @ left)
+        squared += float(np.square(m) @ left) - found / len(at)
     return np.array([excess, squared])
 
 

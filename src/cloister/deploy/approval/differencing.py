@@ -157,10 +157,10 @@ class AnsweredCells:
     ) -> RowPrints:
         known = next((a.rows for a in earlier if a.matrix == matrix), None)
         if known is not None and (known.donor is not None or donor_key is None):
-            return replace(known, columns=RowPrints.of_columns(adata, self._key(), columns))
-        return RowPrints.of(adata, self._key(), donor_key, columns)
+            return replace(known, columns=RowPrints.of_columns(adata, self.key(), columns))
+        return RowPrints.of(adata, self.key(), donor_key, columns)
 
-    def _key(self) -> bytes:
+    def key(self) -> bytes:
         path = self.folder / KEY
         if not path.exists():
             if (self.folder / FILE).exists():

@@ -28,6 +28,8 @@ one malicious site : the same, for columns that it can choose by inflating their
     other sites, each over min_donors donors. With two sites: the other's sums.
 whoever has a donor's profile : a guess whether the donor took part, from how well the second moments fit the profile;
     benchmarks/programs.py measures it beside sums over donors.
+whoever sees two runs on the same donors : what their sums differ by, such as a donor that has a type in one of them.
+    Between machines a site rejects a run with other groups or other types of its donors; a rehearsal does not.
 coordinator with k sites : the sums over the other sites; with all but one, those of the last site.
 
 Assumes
@@ -98,6 +100,7 @@ class Profiles:
     present: Bits  # (n, T), whether the donor has enough cells of the type
     cells: I64  # (n,)
     thresholds: Thresholds = field(default_factory=Thresholds)
+    donors: tuple[str, ...] = ()  # names, for comparison with earlier runs at this site
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ import numpy as np
 from cloister.arrays import F64, I64
 from cloister.cells import tables as cells
 from cloister.cells.bulks import add_up
+from cloister.cells.donors import donor_ids
 from cloister.cells.genes import check_unique, gene_names, plain_name
-from cloister.disclosure import Thresholds
+from cloister.disclosure import DonorTable, Thresholds
 from cloister.errors import DataError, ParameterError
 from cloister.session import Outcome, RemoteSession, Session
 from cloister.study import Party
@@ -81,6 +82,7 @@ def find_programs(adata: AnnData, session: Session | RemoteSession, *, copy: boo
 
 def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     mine, of_cell = profiles_of(adata, options, session.thresholds(min_donors=options.min_donors))
+    session.admit_donors(answered_of(mine, options))
     found: protocol.Programs = session.run(protocol.site, params_of(session.sites, session.coordinator, options), mine)
     made = outcome_of(found, options)
     assert found.scores is not None
@@ -127,7 +129,18 @@ def profiles_of(adata: AnnData, options: Options, thresholds: Thresholds | None 
     x: F64 = np.log1p(1e4 * counts / np.maximum(library, 1.0))
     present = (number >= options.min_cells) & (library[:, :, 0] > 0)
     cells_of = np.bincount(of_cell, minlength=n).astype(np.int64)
-    return Profiles(tuple(own_names(adata, options)), x, present, cells_of, thresholds), of_cell.astype(np.int64)
+    names, ids = tuple(own_names(adata, options)), donor_ids(adata, of_cell, donors.tolist())
+    return Profiles(names, x, present, cells_of, thresholds, ids), of_cell.astype(np.int64)
+
+
+def answered_of(mine: Profiles, options: Options) -> DonorTable:
+    """What a run answers about which donors of this site: their types, and groups, which have to stay the same."""
+    params = params_of((), Party("coordinator"), options)
+    groups = protocol.Side(params, mine, mine.names).groups.codes
+    sets = sorted(tuple(d for d, g in zip(mine.donors, groups, strict=True) if g == k) for k in np.unique(groups))
+    present = [(d, row.tolist()) for d, row in zip(mine.donors, mine.present, strict=True)]
+    terms = {"groups of similar donors": json.dumps(sets), "cell types of the donors": json.dumps(present)}
+    return DonorTable(mine.donors, {}, {}, terms)
 
 
 def check(adata: AnnData, options: Options) -> list[str]:

@@ -24,9 +24,10 @@ names; events of an interval are tied (Efron).
 
 Thresholds, enforced by each site on its own donors, whatever others send. A level is a value that a third of the donors
 share; all other values of a column are one level too. In each pair of columns, and in each column alone, a level or
-combination that 1 to min_donors - 1 donors have is left out with its donors. A column of which a level has fewer than
-min_donors donors with, or without, the outcome is projected out of the others and adds nothing. A site with fewer than
-min_donors donors of one outcome adds nothing.
+combination that 1 to min_donors - 1 donors have is left out with its donors. So is the rest that exclusive columns
+leave, such as the reference of a factor. A column of which a level has fewer than min_donors donors with, or without,
+the outcome is projected out of the others and adds nothing. A site with fewer than min_donors donors of one outcome
+adds nothing.
 
 Reveals
 -------
@@ -39,6 +40,9 @@ one malicious site : the same. C and K of other sites do not depend on what it s
     site.
 coordinator with k sites : the sums over the other sites; with all but one, those of the last site.
 whoever knows all donors of a site but one : that donor, as from any exact sum.
+whoever sees two runs on the same donors : what their sums differ by. Between machines a site rejects a run that
+    differs from an earlier one in fewer than min_donors donors, or relates too many columns to outcomes; a rehearsal
+    does not. An entry of K or C may rest on the one donor that is large in both of its columns.
 
 Assumes
 -------
@@ -89,7 +93,7 @@ PRIOR = 1.0  # standard deviation of the prior that draws a site's own fit towar
 FREE = 20.0  # the same where it hardly matters: to see whether outcomes are separated
 DISPERSION = 100.0  # largest extra variance of counts
 PULL = 0.9  # of a donor's deviation, that is left by one step of `bounded`
-PULLS = 20  # steps per donor
+PULLS = 60  # steps, after which a donor is at the mean of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,7 @@ class Donors:
     arm: I64 | None = None  # (n,), position among the arms; -1: none
     thresholds: Thresholds = field(default_factory=Thresholds)
     block: I64 | None = None  # (n,), sets of donors that are left out together, the same in every run; -1: left out
+    names: tuple[str, ...] = ()  # of the donors, for comparison with earlier runs at this site
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +306,24 @@ def rare(one: I64, other: I64, least: int) -> Bits:
     return made
 
 
+def rests_of(x: F64, columns: I64) -> list[tuple[int, Bits]]:
+    """What is left of all donors when exclusive columns are taken away, such as the reference of a factor.
+
+    Columns of zeros and one other value are exclusive if no donor has two of them. One minus their sum is a combination
+    of the columns and the constant. For each column in turn, the next exclusive ones join it: position of the last that
+    joined, and the donors that have none of them.
+    """
+    some = [int(j) for j in columns if x[:, j].any() and len(np.unique(x[x[:, j] != 0, j])) == 1]
+    made = []
+    for i in range(len(some)):
+        taken = x[:, some[i]] != 0
+        for j in (*some[i + 1 :], *some[:i]):
+            if not (taken & (x[:, j] != 0)).any():
+                taken = taken | (x[:, j] != 0)
+                made.append((j, ~taken))
+    return made
+
+
 def common_donors(x: F64, least: int, exposure: F64 | None = None, block: I64 | None = None) -> I64:
     """Donors of whom each level, and each combination of levels of two columns, has at least `least`; whole blocks."""
     at = np.arange(len(x)) if block is None else np.flatnonzero(block >= 0)
@@ -310,6 +333,9 @@ def common_donors(x: F64, least: int, exposure: F64 | None = None, block: I64 | 
         for i, one in enumerate(codes):
             for other in codes[: i + 1]:
                 alone |= rare(one, other, least)
+        for _, rest in rests_of(x[at], np.arange(x.shape[1])):
+            if rest.sum() < least:
+                alone |= rest
         if exposure is not None and not alone.any():
             part = np.square(exposure[at])
             alone = part * least > part.sum() * (1 + SLACK)
@@ -321,20 +347,22 @@ def common_donors(x: F64, least: int, exposure: F64 | None = None, block: I64 | 
     return at
 
 
-def leverage_of(x: F64) -> F64:
-    """Of each row, in the span of these columns and a constant."""
-    d = x - x.mean(axis=0)
+def leverage_of(x: F64, weights: F64 | None = None) -> F64:
+    """Of each row, in the span of these columns and a constant; rows may have weights."""
+    w = np.ones(len(x)) if weights is None else weights
+    d = np.sqrt(w)[:, None] * (x - w @ x / w.sum())
     sizes = np.linalg.norm(d, axis=0)
     left, size, _ = np.linalg.svd(d[:, sizes > 0] / sizes[sizes > 0], full_matrices=False)
-    made: F64 = 1 / len(x) + np.square(left[:, size > RANK * size.max(initial=0.0)]).sum(axis=1)
+    made: F64 = w / w.sum() + np.square(left[:, size > RANK * size.max(initial=0.0)]).sum(axis=1)
     return made
 
 
-def bounded(x: F64, least: int) -> F64:
+def bounded(x: F64, least: int, exposure: F64 | None = None) -> F64:
     """Values of which no donor has more than 1 / least of a column's squares, or too much leverage in all columns.
 
     The bound on the leverage is twice its mean, but at most 1 / 2, and 1 / least where that is more. A donor above a
-    bound is moved towards the mean of all.
+    bound is moved towards the mean of all. With exposures, which are weights of the information at zero, no donor has
+    more than half of a weighted sum of squares either.
     """
     x = x.copy()
     if least == 1 or not x.shape[1]:
@@ -342,13 +370,19 @@ def bounded(x: F64, least: int) -> F64:
     x = bounded_columns(x, least)
     rank = np.linalg.matrix_rank(x - x.mean(axis=0)) + 1
     most = min(MOST, max(1 / least, 2 * rank / len(x)))
-    for _ in range(PULLS * len(x)):
+    pulls = np.zeros(len(x), np.int64)
+    for _ in range(2 * PULLS * len(x)):
         x = bounded_columns(x, least)
-        h = leverage_of(x)
+        h = leverage_of(x) / most
+        if exposure is not None:
+            h = np.maximum(h, leverage_of(x, exposure) / MOST)
         worst = int(np.argmax(h))
-        if h[worst] <= most * (1 + SLACK):
+        if h[worst] <= 1 + SLACK:
             return x
-        x[worst] = x.mean(axis=0) + PULL * (x[worst] - x.mean(axis=0))
+        near = x.mean(axis=0) + PULL * (x[worst] - x.mean(axis=0))
+        pulls[worst] += 1
+        # a donor that alone spans a direction would keep its leverage, however near: it goes to the mean of the others
+        x[worst] = near if pulls[worst] < PULLS else np.delete(x, worst, axis=0).mean(axis=0)
     return np.zeros_like(x)
 
 
@@ -375,7 +409,7 @@ def prepared(params: Params, mine: Donors) -> Prepared:
     seen = levels_of(y, least)
     if params.model in ("cox", "logistic"):
         seen = y.astype(np.int64)
-    several = len(np.unique(seen)) > 1
+    several, binary = len(np.unique(seen)) > 1, params.model in ("cox", "logistic")
     if rare(seen, seen, least).any() or (params.model != "linear" and not y.any()):
         text = "fewer than min_donors donors here have one of the outcomes: this site adds nothing"
         return replace(nothing, notes=(*notes, text))
@@ -385,6 +419,15 @@ def prepared(params: Params, mine: Donors) -> Prepared:
         if len(np.unique(codes)) > 1 and several:
             _, cells = np.unique(np.stack([codes, seen], axis=1), axis=0, return_counts=True)
             opened[j] = len(cells) == len(np.unique(codes)) * len(np.unique(seen)) and cells.min() >= least
+    while several:  # the reference of a factor has no column of its own
+        few = (
+            j
+            for j, rest in rests_of(x, np.flatnonzero(opened))
+            if rest.any() and min(int((rest & (seen == code)).sum()) for code in np.unique(seen)) < least
+        )
+        if (column := next(few, None)) is None:
+            break
+        opened[column] = False
     if not opened.all():
         names = ", ".join(f"'{c}'" for c, ok in zip(params.columns, opened, strict=True) if not ok)
         notes.append(f"{names}: too few donors of a level have one of the outcomes; this site adds nothing to them")
@@ -393,7 +436,7 @@ def prepared(params: Params, mine: Donors) -> Prepared:
     free = x[:, opened]
     scale = np.maximum(np.abs(free).max(axis=0, initial=0.0), 1e-300)
     free = np.where(np.ptp(free, axis=0) > RANK * scale, free, 0.0)
-    near = bounded(free, least)
+    near = bounded(free, least, exposure)
     if moved_in := int((np.abs(near - free) > 0).any(axis=1).sum()):
         notes.append(f"{moved_in} of {n} donors have features far from the others'; they count with nearer values")
     x = x.copy()
@@ -401,8 +444,9 @@ def prepared(params: Params, mine: Donors) -> Prepared:
     if params.model == "linear":
         y = bounded(y[:, None], least)[:, 0]
     elif params.model in ("poisson", "negbin"):  # on the scale on which the means are linear
-        y = np.expm1(bounded(np.log1p(y)[:, None], least)[:, 0])
-    sizes = [shares_of(near).max(initial=0.0), shares_of(y[:, None]).max() if params.model == "linear" else 0.0]
+        y = np.expm1(bounded(np.log1p(y)[:, None], least))
+        y = bounded_columns(y, least)[:, 0]  # where logarithms spread widely, one count may be most of the sum
+    sizes = [shares_of(near).max(initial=0.0), 0.0 if binary else shares_of(y[:, None]).max()]
     donors = min(1 / max(*sizes, 1 / len(x)), float(len(x)))
     if not np.any(near):
         return replace(nothing, notes=(*notes, "no feature is left: this site adds nothing"))
@@ -448,6 +492,8 @@ def own_fit(
     while least > 1 and heaviest(params, rows, found, dispersion) > MOST and np.abs(b).max() > 1e-3:
         b = b / 2
         found = outcomes.evaluate(params.likelihood, rows, b, dispersion)
+    if least > 1 and heaviest(params, rows, found, dispersion) > MOST * (1 + SLACK):  # at zero too, so nothing is added
+        found = replace(found, score=0.0 * found.score, information=0.0 * found.information)
     C, K = (found.score + found.information @ b) * scale, found.information * np.outer(scale, scale)
     eta = rows.x @ b
     codes = ranges_of(eta, ready, params, least, columns)
@@ -619,14 +665,17 @@ class Side:
         ready = self.ready
         extra = np.zeros(2)
         if self.params.model == "negbin":
-            least = Thresholds(1, max(NEAR, self.mine.thresholds.min_donors))
-            near = replace(self.rows, thresholds=least).similar(standardised(ready.x)).codes
-            extra = outcomes.extra_variance(ready.y, near, ready.exposure)
+            least = self.mine.thresholds.min_donors
+            rows = replace(self.rows, thresholds=Thresholds(1, max(NEAR, least)))
+            near = rows.similar(standardised(ready.x)).codes
+            extra = outcomes.extra_variance(ready.y, near, ready.exposure, least)
         return np.concatenate([[float(len(ready.at)), float(ready.y.sum())], extra])
 
     def _fits(self, state: State) -> F64:
         """L3: sites, those whose outcomes are separated in every regression, and what each adds to these."""
         self.own = own_fits(self.params, self.ready, state.dispersion, self.mine.thresholds.min_donors)
+        if nothing := sum(not own.information.any() for own in self.own):
+            self.notes += (f"one donor would weigh more than half in {nothing} regression(s); this site adds nothing",)
         numbers = [v for own in self.own for v in (own.score, upper(own.information))]
         return np.concatenate([[1.0, float(all(own.separated for own in self.own))], *numbers])
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from cloister.arrays import F64, I64, Bits
 from cloister.cells import tables as cells
+from cloister.cells.donors import donor_ids
 from cloister.cells.genes import check_unique, gene_names, plain_name
-from cloister.disclosure import Thresholds
+from cloister.disclosure import DonorTable, Thresholds
 from cloister.errors import DataError, ParameterError
 from cloister.session import Outcome, RemoteSession, Session
 from cloister.study import Party
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 SURVIVAL = ("cox", "km")
 COUNTS = ("poisson", "negbin")
+BLOCK = Thresholds().min_donors  # smallest block of donors that are left out together
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     mine, left_out = donors_of(
         adata, options, session.thresholds(min_donors=options.min_donors, min_cells=options.min_cells)
     )
+    session.admit_donors(answered_of(mine, options, params_of(session.sites, session.coordinator, options)))
     found: protocol.Modelled = session.run(protocol.site, params_of(session.sites, session.coordinator, options), mine)
     made = outcome_of(found, options)
     if excluded := [*left_out, *found.excluded]:
@@ -249,19 +252,54 @@ def donors_of(adata: AnnData, options: Options, thresholds: Thresholds | None = 
     def some(column: Any) -> Any:
         return None if column is None else column[at_all]
 
-    block = None if options.model == "km" else blocks_of(samples.names, whole & there, thresholds.min_donors)
+    ids = donor_ids(adata, samples.of_cell, samples.names)
+    block = None if options.model == "km" else blocks_of(ids, whole & there, thresholds.min_donors)
     columns = (some(interval), some(exposure), some(arm), thresholds, some(block))
-    return Donors(x[at_all], y[at_all], samples.cells[at_all], *columns), notes
+    names = tuple(ids[i] for i in at_all)
+    return Donors(x[at_all], y[at_all], samples.cells[at_all], *columns, names), notes
+
+
+def answered_of(mine: Donors, options: Options, params: Params) -> DonorTable:
+    """What a run answers about which donors of this site, to be compared with earlier runs there."""
+    protocol.check_site(params, mine)
+    terms: dict[str, str] = {}
+    if options.survival:
+        shown = (options.horizon, options.intervals, options.event)
+        terms[f"times '{options.time_key}' of '{options.outcome_key}'"] = json.dumps(shown)
+    used: dict[str, F64] = {}
+    levels: dict[str, F64 | I64] = {}
+    spent: list[str] = []
+    if options.model == "km":
+        assert mine.arm is not None
+        at, *_ = protocol.runs_of(params, mine)
+        levels[f"arm {options.group_key}"], y = mine.arm[at], mine.y[at]
+    else:
+        ready = protocol.prepared(params, mine)
+        at, y = ready.at, ready.y
+        levels |= {c: mine.x[at, j] for j, c in enumerate(params.columns)}
+        used |= {c: ready.x[:, j] for j, c in enumerate(params.columns)}
+        about = [options.model, options.outcome_key, options.event, options.exposure_key]
+        spent = [json.dumps([*about, c]) for c in params.columns]
+    levels[f"outcome {options.outcome_key}"], used[f"outcome {options.outcome_key}"] = mine.y[at], y
+    if mine.exposure is not None:
+        used[f"exposure {options.exposure_key}"] = mine.exposure[at]
+    names = tuple(mine.names[i] for i in at)
+    # the extra variance of a negative binomial is chosen by all sites together, so each run has new weights
+    return DonorTable(names, used, levels, terms, tuple(spent), again=options.model == "negbin")
 
 
 def blocks_of(names: Sequence[str], there: Bits, least: int) -> I64:
     """Blocks of `least` donors or more by a hash of their names; -1 where one of the block is not there.
 
-    Runs on the same donors that leave out some differ in whole blocks, whatever their features.
+    Runs on the same donors that leave out some differ in whole blocks, whatever their features and min_donors.
     """
     order = sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
-    block = np.empty(len(names), np.int64)
-    block[order] = np.minimum(np.arange(len(names)) // least, max(len(names) // least - 1, 0))
+    size = BLOCK
+    while size < least:  # a block for another `least` is a union of these, or a part of one
+        size *= 2
+    block, small = np.empty(len(names), np.int64), len(names) // BLOCK
+    one = np.minimum(np.arange(len(names)) // BLOCK, max(small - 1, 0))
+    block[order] = np.minimum(one // (size // BLOCK), max(small // (size // BLOCK) - 1, 0))
     block[np.isin(block, block[~there])] = -1
     return block
 
