@@ -129,8 +129,8 @@ class AnsweredCells:
             known = next((a.rows for a in earlier if a.matrix == matrix), None)
             if known is None:
                 raise ParameterError(f"{self.folder / FILE} lacks the cells of this run; restore it from a backup")
-            prints = RowPrints.of_columns(adata, self._key(), [*columns, *groups])
-            at = known.positions(adata.obs_names, self._key())
+            prints = RowPrints.of_columns(adata, self.key(), [*columns, *groups])
+            at = known.positions(adata.obs_names, self.key())
             if at is None:
                 raise Refusal("an earlier step added or renamed cells, so they cannot be compared with earlier runs")
             if len(at) != len(known.name):
