@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from cloister.disclosure import Thresholds
+from cloister.disclosure import Rows, Thresholds
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import doublets
 from cloister.mpc.net.channel import Channel
@@ -258,6 +258,73 @@ def test_how_far_out_a_cell_is_changes_nothing():
         parts.append(cell_quality.histograms(mine.rows(c.params), MEASURES, measures).values)
     assert np.array_equal(parts[0], parts[1])
     assert np.array_equal(parts[0], parts[2])
+
+
+def test_zeros_are_counted_in_tens():
+    """Attack: two measures with nested zeros, as of nested sets of genes; their numbers differed by two cells."""
+    rng = np.random.default_rng(2)
+    share = np.where(np.arange(120) < 47, 0.0, rng.gamma(3.0, 1.0, 120))
+    more = np.where(np.arange(120) < 49, 0.0, share)
+    found = [cell_quality.histogram(Rows(120), MITO, column).values for column in (share, more)]
+    assert [part[0] % 10 for part in found] == [0, 0]
+    assert abs(found[0][0] - 47) <= 10
+
+
+@pytest.mark.parametrize("n", [10, 19, 20, 95, 120])
+@pytest.mark.parametrize("values", ["normal", "tied", "constant"])
+def test_every_bin_has_a_multiple_of_ten_but_the_last(n, values):
+    rng = np.random.default_rng(n)
+    x = {"normal": rng.lognormal(3, 1, n), "tied": rng.poisson(2.0, n), "constant": np.full(n, 7)}[values].astype(float)
+    part = cell_quality.histogram(Rows(n), COUNTS, x)
+    sizes = part.values[part.values > 0]
+    assert part.values.sum() == n
+    assert part.cells >= 10
+    assert all(v % 10 == 0 for v in sizes[:-1])
+
+
+@pytest.mark.parametrize("rare", [2, 4, 8])
+def test_the_ranks_of_a_rare_donors_cells_are_not_opened(rare):
+    """Attack: with three donors, of whom one has few cells, every run ended at one of these cells."""
+    rng = np.random.default_rng(rare)
+    donor = rng.integers(0, 2, 400)
+    donor[rng.choice(400, rare, replace=False)] = 2
+    rows, x = Rows(400, donor), rng.lognormal(7, 1, 400)
+    part = cell_quality.histogram(rows, COUNTS, x)
+    assert part.donors >= 3
+    assert all(v % 10 == 0 for v in part.values)
+    codes, _ = rows.runs(x)
+    borders = np.flatnonzero(np.diff(codes[np.argsort(x)])) + 1
+    assert all(b % 10 == 0 for b in borders)
+
+
+def test_prototypes_at_a_place_count_its_cells_in_tens():
+    """Attack: a malicious site places all prototypes; cells of a small site near them have low scores. Open: in tens."""
+    def near(m, n=120):
+        rng = np.random.default_rng(3)
+        x = 0.5 * rng.normal(size=(n, 5))
+        x[m:, 0] += 12
+        pairs = doublets.pairs(n, 2 * n, rng)
+        sim = (x[pairs[:, 0]] + x[pairs[:, 1]]) / 2 + 0.2 * rng.normal(size=(2 * n, 5))
+        others = 0.5 * rng.normal(size=(cell_quality.FILL - n, 5))
+        scores = doublets.scores(x, np.arange(n), others, sim, 0.06)
+        return int(cell_quality.score_histogram(Rows(n), scores).values[:121].sum())
+
+    found = {m: near(m) for m in range(35, 56)}
+    assert all(v % 10 == 0 for v in found.values())
+    assert len(set(found.values())) > 1  # they are counted, all the same
+    assert all(abs(v - m) <= 10 for m, v in found.items())
+
+
+def test_more_donors_or_other_columns_of_donors_open_no_further_values():
+    """Attack: many runs, each with another column as donor_key. Every histogram is one of the same middle cells."""
+    rng = np.random.default_rng(6)
+    x = rng.lognormal(7, 1, 203)
+    middle = set(Rows(203).runs(x)[1])
+    borders = {10 * i for i in range(1, 20)}
+    for donors in (3, 4, 7, 20):
+        codes, at = Rows(203, rng.integers(0, donors, 203)).runs(x)
+        assert set(at) <= middle
+        assert set(np.flatnonzero(np.diff(codes[np.argsort(x)])) + 1) <= borders
 
 
 def test_too_few_cells_or_donors_are_an_error_before_anything_is_sent():
