@@ -453,6 +453,33 @@ def test_a_site_that_stops_ends_the_run():
     assert set(run.errors) >= {HUB, A, C}
 
 
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_claimed_dropout_opens_no_sum_without_the_site(monkeypatch, nth):
+    """Attack: within `shared_pca` a coordinator went on without a site; sums with and without it differed by its own."""
+    real, opened = cell_quality.shared_pca.choose, []
+
+    def seeing(params, g, z):
+        opened.append(round(float(cell_quality.shared_pca.join_sum(z)[0])))  # cells behind the sum
+        return real(params, g, z)
+
+    async def going_on(ch, params, *, everyone):
+        return await honest(ch, params)
+
+    honest = cell_quality.shared_pca.coordinator
+    monkeypatch.setattr(cell_quality.shared_pca, "choose", seeing)
+    monkeypatch.setattr(cell_quality.shared_pca, "coordinator", going_on)
+    c = case(sizes=(260, 280, 300))
+    run = run_protocol(cell_quality, c, faults=[Fault("kill", "b", HUB, "Masked", nth=nth)], timeout=3.0)
+    assert {run.errors[u].code for u in (A, C)} == {"left-out"}
+    assert set(opened) <= {840}
+
+
+def test_a_dropout_in_the_middle_ends_the_run():
+    c = case(sizes=(260, 280, 300))
+    run = run_protocol(cell_quality, c, faults=[Fault("kill", "b", HUB, "Masked", nth=2)], timeout=3.0)
+    assert set(run.errors) >= {HUB, A, C}
+
+
 def test_a_coordinator_that_gives_one_site_another_space_ends_the_run(monkeypatch):
     real = Channel.broadcast
 

@@ -415,7 +415,7 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
     if params.doublet_rate:
         ch_space = ch.sub("space", params.space)
         space, x = await shared_pca.site(
-            ch_space, params.space, mine.genes, mine.thresholds, entropy=entropy, identity=identity
+            ch_space, params.space, mine.genes, mine.thresholds, entropy=entropy, identity=identity, everyone=True
         )  # L5
         prototypes = None
         if filled(found):
@@ -442,7 +442,7 @@ async def coordinator(ch: Channel, params: Params) -> Quality:
     found = await add(opened, params, "L3", MEASURES, None)  # L3
     cutoffs, threshold = cutoffs_of(params, found), np.inf
     if params.doublet_rate:
-        await shared_pca.coordinator(ch.sub("space", params.space), params.space)  # L5
+        await shared_pca.coordinator(ch.sub("space", params.space), params.space, everyone=True)  # L5
         if filled(found):
             await shared_prototypes.coordinator(
                 ch.sub("prototypes", params.prototypes), params.prototypes, finish=False
