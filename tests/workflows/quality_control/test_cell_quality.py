@@ -326,6 +326,21 @@ def test_more_donors_or_other_columns_of_donors_open_no_further_values():
         assert set(np.flatnonzero(np.diff(codes[np.argsort(x)])) + 1) <= borders
 
 
+@pytest.mark.parametrize("n", [10, 20, 40])
+def test_what_a_histogram_shows_of_one_cell_to_who_knows_all_others(n):
+    """Attack: a site's histogram for every value that its last unknown cell may have."""
+    rng = np.random.default_rng(0)
+    grid = np.unique(np.round(np.exp(np.linspace(5, 9, 200))))
+    factors = []
+    for _ in range(40):
+        x = np.round(rng.lognormal(7, 0.5, n))
+        parts = [cell_quality.histogram(Rows(n), COUNTS, np.append(x[1:], v)).values for v in (x[0], *grid)]
+        same = [v for v, part in zip(grid, parts[1:], strict=True) if np.array_equal(part, parts[0])] or [x[0]]
+        factors.append(max(same) / min(same))
+    assert np.median(factors) >= 1.8
+    assert np.mean(np.array(factors) < 1.05) <= 0.2  # about one in ten is the middle cell of its run
+
+
 def test_too_few_cells_or_donors_are_an_error_before_anything_is_sent():
     c = quick(donors=2)
     with pytest.raises(DataError, match="2 donors here, fewer than min_donors = 3"):
@@ -359,16 +374,18 @@ def test_a_sites_own_thresholds_can_only_raise_those_of_the_study():
 # ---- one malicious party ---------------------------------------------------------------------------------------------
 
 
-def test_a_site_that_writes_into_the_histogram_of_another_ends_the_run(monkeypatch):
-    real = cell_quality.placed
+@pytest.mark.parametrize("line", ["L4", "L8"])
+def test_a_site_that_writes_into_the_histogram_of_another_ends_the_run(monkeypatch, line):
+    real, c = cell_quality.placed, quick() if line == "L4" else case(sizes=(260, 280, 300))
 
     def lying(params, u, part):
         own = real(params, u, part)
-        return own.map(lambda x: x + np.eye(1, len(x), 5).ravel()) if u == B else own
+        there = u == B and (line == "L4" or len(part.values) == SCORE.bins)
+        return own.map(lambda x: x + np.eye(1, len(x), 5).ravel()) if there else own
 
     monkeypatch.setattr(cell_quality, "placed", lying)
-    run = run_protocol(cell_quality, quick(), timeout=3.0)
-    assert run.errors[A].code == "slot"
+    run = run_protocol(cell_quality, c, timeout=3.0)
+    assert (run.errors[A].code, run.errors[A].line) == ("slot", line)
     assert A not in values(run)
 
 
