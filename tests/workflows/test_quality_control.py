@@ -144,7 +144,7 @@ def study(first=None, **later):
     ],
 )
 def test_what_others_can_move_is_used_later_only_with_consent(first, later, use):
-    """Attack: cut-offs of two runs moved past one cell; a later step opens sums of the cells by flag, without `drop`."""
+    """Attack: cut-offs of two runs moved past one cell; a later step opens sums by flag, without `drop`."""
     part, options = study(first, **later).parts[0], Options(**first)
     assert use_of_flags(part, options) == use
     assert any("open finding" in text and use in text for text in warnings(part, options)) == bool(use)

@@ -472,7 +472,7 @@ def test_a_site_that_stops_ends_the_run():
 
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_claimed_dropout_opens_no_sum_without_the_site(monkeypatch, nth):
-    """Attack: within `shared_pca` a coordinator went on without a site; sums with and without it differed by its own."""
+    """Attack: within `shared_pca` a coordinator goes on without a site; sums with and without it differ by its own."""
     real, opened = cell_quality.shared_pca.choose, []
 
     def seeing(params, g, z):

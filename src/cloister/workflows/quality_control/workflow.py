@@ -41,7 +41,8 @@ class Options:
         5.0, "distance of cut-offs from the pooled median, in median absolute deviations; below 0.5, a quantile"
     )
     mito_prefix: str = option(
-        "MT-", "prefix of the names of mitochondrial genes, in upper or lower case: MT-, MT., MT_ or MT:; empty disables"
+        "MT-",
+        "prefix of the names of mitochondrial genes: MT-, MT., MT_ or MT:, in upper or lower case; empty disables",
     )
     doublet_rate: float = option(0.06, "expected fraction of doublets; 0 disables doublet scores")
     drop: bool = option(
