@@ -2,7 +2,9 @@
 
     python benchmarks/cellcnn.py --quick                  three splits of the clear twin, one local iteration, minutes
     python benchmarks/cellcnn.py --part accuracy          ten splits, N = 2, 3, 5, pooled, local only, ours
-    python benchmarks/cellcnn.py --part encrypted         one full encrypted training per N on the CMV donors
+    python benchmarks/cellcnn.py --part drawings          the clear twin by what inputs are: groups, per class or donor
+    python benchmarks/cellcnn.py --part encrypted         one full encrypted training per N on the CMV donors, also on
+                                                          means of groups with --least 3
     python benchmarks/cellcnn.py --part cost              local iteration, refresh, keys, bytes, growth
     python benchmarks/cellcnn.py --part paper             the paper's training whole: ten sites, 200 steps (or --steps)
     python benchmarks/cellcnn.py --part sites             growth with the number of sites at 18,000 inputs in all
@@ -151,6 +153,40 @@ def box_plots(table, path):
     plt.close(paper)
 
 
+# ---- what inputs are -------------------------------------------------------------------------------------------------
+
+SETTINGS = ((0.2, 20), (0.4, 20), (0.2, 60))  # learning rate and steps: the default, and two that nothing chose
+
+
+def drawings(data, name, args, train_share, sites):
+    """Mean accuracy over splits, multi-cell / donor, at fixed settings: what hardened mode costs by default."""
+    every, rows = donors.Donors(data), []
+    for n in sites:
+        kinds = [("class", 0), ("donor", 0), *(("group", least) for least in (2, 3))]
+        for per, least in kinds:
+            found, there = defaultdict(list), []
+            for seed in range(args.splits):
+                split = donors.Split(every, train_share, seed, args.inputs)
+                inputs = split.site_groups(n, least) if least else split.site_inputs(n, per)
+                there.append(len(inputs))
+                for rate, steps in SETTINGS:
+                    if inputs:
+                        config = split.config(n, learning_rate=rate, steps=steps)
+                        w = cellcnn.train(config, split.batches(config, inputs))
+                        found[rate, steps].append([s[0] for s in donors.evaluate_twin(split, w)])
+            text = f"{per}s of {least} donors or more" if least else f"per {per}"
+            scores = (np.mean(found[s], axis=0) if found[s] else (np.nan, np.nan) for s in SETTINGS)
+            rows.append(
+                f"{name}, N={n}, {text}, {np.mean(there):.1f} sites train: "
+                + ", ".join(
+                    f"{m:.3f}/{d:.3f} ({rate}, {steps} steps)"
+                    for (rate, steps), (m, d) in zip(SETTINGS, scores, strict=True)
+                )
+            )
+            print("  " + rows[-1], flush=True)
+    return rows
+
+
 # ---- encrypted -------------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +196,13 @@ def encrypted(data, args):
 
     rows, split = [], donors.Split(donors.Donors(data), 0.7, 0, args.inputs)
     for n in args.sites:
-        config, batches, _, setting = ours(split, n, rate=args.rate, steps=args.steps)
+        if args.least:
+            inputs = split.site_groups(n, args.least)
+            config = split.config(n, learning_rate=args.rate or 0.2, steps=args.steps or 20)
+            batches = split.batches(config, inputs)
+            setting = f"means of {args.least} donors or more at {len(inputs)} sites, rate {config.learning_rate}"
+        else:
+            config, batches, _, setting = ours(split, n, rate=args.rate, steps=args.steps)
         if args.steps:
             config = replace(config, steps=args.steps)
         twin = cellcnn.train(config, batches)
@@ -211,7 +253,7 @@ def filters(data, args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parts = ["accuracy", "encrypted", "cost", "paper", "sites", "predict", "classes", "filters", "all"]
+    parts = ["accuracy", "drawings", "encrypted", "cost", "paper", "sites", "predict", "classes", "filters", "all"]
     parser.add_argument("--part", choices=parts, default="all", help="all: accuracy, filters and cost")
     parser.add_argument("--set", choices=["CMV", "AML"], nargs="+", default=["CMV", "AML"], help="of --part accuracy")
     parser.add_argument("--splits", type=int, default=10)
@@ -219,6 +261,7 @@ def main():
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 3, 5], help="numbers of sites of --part encrypted")
     parser.add_argument("--steps", type=int, help="of --part encrypted or paper, instead of theirs")
     parser.add_argument("--rate", type=float, help="learning rate of --part encrypted; with --steps, none is validated")
+    parser.add_argument("--least", type=int, default=0, help="donors of a group, of --part encrypted; 0: per donor")
     parser.add_argument("--inputs", type=int, default=2000, help="multi-cell inputs per class, over all sites")
     parser.add_argument("--data", type=Path, default=HERE.parent.parent / "shared" / "data")
     parser.add_argument("--out", type=Path, help="folder for box plots and the figures as JSON")
@@ -233,6 +276,9 @@ def main():
             tables["CMV"] = accuracy(donors.load_cmv(args.data), "CMV", args, 0.7, (2, 3, 5))
         if aml.exists() and "AML" in args.set and not args.quick:
             tables["AML"] = accuracy(donors.load_aml(args.data), "AML", args, 0.5, (2,))
+    if args.part == "drawings" and cmv.exists():
+        lines += drawings(donors.load_cmv(args.data), "CMV", args, 0.7, (1, 2, 3, 5))
+        lines += drawings(donors.load_aml(args.data), "AML", args, 0.5, (2,))
     if args.part in ("filters", "all") and cmv.exists():
         lines += filters(donors.load_cmv(args.data), args)
     if args.part == "encrypted" and cmv.exists():

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from cloister.disclosure import Thresholds
 from cloister.models import cellcnn
+from cloister.workflows.train_cellcnn.donor_groups import DonorGroups
 
 CELLS = 200  # per multi-cell input, as in the paper
 BATCH = 200  # over all sites, as in the paper
@@ -60,6 +62,17 @@ class Donors:
             labels += [k] * n
         return np.asarray(made), np.array(labels)
 
+    def groups(self, donors, least):
+        """Means of groups of at least `least` donors of a class, and their classes; None if there are none."""
+        at = np.concatenate([self.rows[d] for d in donors])
+        names = np.array([f"d{d:03d}" for d in self.donor[at]])
+        classes = {f"d{d:03d}": str(self.label[d]) for d in donors}
+        made = DonorGroups.of(classes, names, Thresholds(10, least))
+        if not len(made):
+            return None
+        x = self.X[at][made.rows(names)[0]].astype(np.float64)
+        return made.inputs(x)[0], np.array([int(k) for k in made.labels])
+
     def deal(self, donors, n):
         """Donors dealt to n sites, classes as even as they go."""
         dealt = [[] for _ in range(n)]
@@ -100,6 +113,11 @@ class Split:
         return [
             self.draw(p, per, count, (self.seed, n, i), whole=whole) for i, p in enumerate(self.all.deal(self.train, n))
         ]
+
+    def site_groups(self, n, least):
+        """The same, if sites train on means of groups; sites without a group are left out."""
+        found = [self.all.groups(p, least) for p in self.all.deal(self.train, n)]
+        return [(self.prepare(f[0]), f[1]) for f in found if f is not None]
 
     def config(self, n, **chosen):
         given = {"markers": self.all.X.shape[1], "classes": len(self.all.classes), "batch": BATCH // n}

@@ -3,7 +3,7 @@
     name = "three-hospitals"
     workflow = "bin-values"
     mode = "hardened"                   # or "published"
-    colluders = 0                       # sites that may help a lying coordinator; each lets fewer drop out
+    colluders = 0                       # sites that may help a malicious coordinator; each lets fewer drop out
 
     [parties]
     hub = "coordinator"                 # exactly one
@@ -76,7 +76,7 @@ __all__ = [
 
 CONSENTS = {  # what a party may be asked for beyond taking part; only its own settings give it
     "open-model": "opening the model",
-    "donor-inputs": "opening a model trained on inputs of single donors, which a malicious site can make show a donor",
+    "donor-inputs": "training on inputs drawn per class or donor, which a malicious site can make show a donor",
     "validation": "opening the validation error during training",
     "iterative-fit": "opening gradients at points that a malicious site can steer (solver='logistic')",
     "outside-query": "answering a party that took no part in the training",
@@ -121,7 +121,7 @@ class Study:
     seed: int = 0  # of the statistical part; secrets never depend on it
     timeout: float = 60.0  # seconds of silence, or of nobody computing, after which a wait ends
     patience: float = 86_400.0  # seconds after which any wait ends, whoever is computing
-    colluders: int = 0  # k: sites that may help a lying coordinator, and sums still open once and whole
+    colluders: int = 0  # k: sites that may help a malicious coordinator, and sums still open once and whole
     network: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[Party, bytes] = field(default_factory=dict)  # Ed25519 public keys
     governance: Mapping[str, str] = field(default_factory=dict)  # why, by whose leave and until when; in words

@@ -18,6 +18,7 @@ __all__ = ["run"]  # the fixture
 MARKERS = {"basel": ["CD3", "CD16", "CD57"], "lugano": ["172Yb_CD57", "CD3(Nd142)Dd", "CD16"]}  # two panels
 OPTIONS = (
     "--mode plain --n-filters 2 --n-cells 30 --n-inputs 20 --batch 8 --n-steps 20 --learning-rate 0.3 --cofactor 5"
+    " --min-donors 2"
 )
 
 

@@ -41,8 +41,8 @@ def sites(**options):
     return {name: site(i, **options) for i, name in enumerate(SITES)}
 
 
-COMMON = {"n_filters": 3, "n_cells": 40, "n_inputs": 30, "batch": 16, "learning_rate": 0.3}
-HELD = {"hold_out": 2, "min_donors": 2}
+COMMON = {"n_filters": 3, "n_cells": 40, "n_inputs": 30, "batch": 16, "learning_rate": 0.3, "min_donors": 2}
+HELD = {"hold_out": 2}
 
 
 def test_the_clear_twin_learns_and_writes_its_results():
@@ -161,21 +161,28 @@ def test_a_donor_of_two_classes_is_refused():
 
 
 def test_one_donor_per_class_is_told():
-    notes = train_cellcnn.check(site(0, donors=3), train_cellcnn.Options())
+    notes = train_cellcnn.check(site(0, donors=3), train_cellcnn.Options(per="class"))
     assert sum("one donor" in n for n in notes) == 1
+    notes = train_cellcnn.check(site(0, donors=5), train_cellcnn.Options())
+    assert [n for n in notes if "class" in n] == [
+        "class 'case' has 2 donors here, fewer than a group of min_donors=3: they are not used"
+    ]
 
 
 def test_a_site_of_too_few_donors_or_cells_is_refused_before_anything_is_sent():
     sent = []
     data = sites() | {"vienna": site(2, donors=2)}
-    with pytest.raises(DataError, match="cells to train on of 2 donors here, fewer than min_donors = 3"):
+    with pytest.raises(DataError, match="no class has min_donors = 2 donors with min_cells = 10 cells at this site"):
         rehearse("train-cellcnn", data=data, mode="plain", n_steps=2, on_event=sent.append, **COMMON)
     assert not any(e.protocol in ("cellcnn_terms", "pooled_scaling", "secure_sum") for e in sent)
     with pytest.raises(DataError, match="9 cells to train on here, fewer than min_cells = 10"):
-        train_cellcnn.check(site(0, donors=3, cells=3), train_cellcnn.Options())
+        train_cellcnn.check(site(0, donors=3, cells=3), train_cellcnn.Options(per="class"))
     with pytest.raises(DataError, match="of 2 donors here"):
-        train_cellcnn.check(site(0, donors=8), train_cellcnn.Options(hold_out=3))  # two are left to train on
-    train_cellcnn.check(site(0, donors=2), train_cellcnn.Options(scaling="none"))  # nothing of it is opened
+        train_cellcnn.check(site(0, donors=8), train_cellcnn.Options(hold_out=3, per="class"))  # two are left
+    with pytest.raises(DataError, match="class 'case' has too few donors at this site to hold out 3 of them"):
+        train_cellcnn.check(site(0, donors=10), train_cellcnn.Options(hold_out=3))  # one group of five
+    train_cellcnn.check(site(0, donors=12), train_cellcnn.Options(hold_out=3))
+    train_cellcnn.check(site(0, donors=2), train_cellcnn.Options(scaling="none", per="class"))  # nothing is opened
 
 
 def test_a_sites_own_settings_raise_the_thresholds():
@@ -246,7 +253,7 @@ def test_held_out_donors_are_not_trained_on(monkeypatch):
     monkeypatch.setattr(
         cellcnn, "draw_inputs", lambda x, names, *a, **k: seen.append(set(names)) or drawn(x, names, *a, **k)
     )
-    run = rehearse("train-cellcnn", data=sites(donors=8), mode="plain", n_steps=3, **HELD, **COMMON)
+    run = rehearse("train-cellcnn", data=sites(donors=8), mode="plain", n_steps=3, per="class", **HELD, **COMMON)
     assert len(run.results["basel"]["validation_accuracy"]) == 1
     assert len(seen) == 6  # twice at each site: for training, then for validation
     assert all(len(s) == 4 for s in seen)  # of eight donors in two classes, two of each are held out
@@ -299,9 +306,13 @@ def test_who_trained_nothing_asks_an_opened_model(tmp_path):
     assert run.results["basel"] == {}
 
 
-@pytest.mark.parametrize("drawn", [{"per": "donor"}, {"preset": "rrms-donor"}])
-def test_inputs_of_single_donors_are_opened_only_with_a_consent_of_its_own(drawn):
-    options = {**COMMON, "n_steps": 2, "open_model": True, **drawn}
+DRAWN = [{"per": "donor"}, {"per": "class"}, {"preset": "rrms-donor"}, {"preset": "cmv"}]
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+@pytest.mark.parametrize("end", [{"open_model": True}, {"keep": "keys"}])  # queries depend on the weights, too
+def test_drawn_inputs_are_trained_on_only_with_a_consent_of_its_own(drawn, end):
+    options = {**COMMON, "n_steps": 2, **end, **drawn}
     study = plan("train-cellcnn", SITES, timeout=10, options=options)
     consent = dict.fromkeys(map(Party, SITES), frozenset({"open-model"}))
     data = {Party(p): a for p, a in sites().items()}
@@ -402,6 +413,8 @@ def test_encrypted_training_then_prediction_both_ways(tmp_path):
     pytest.importorskip("numba")
     options = {"n_steps": 4, "keep": str(tmp_path), "open_model": True, **COMMON}
     run = rehearse("train-cellcnn", data=sites(), timeout=300, **options)
+    parts = [e.name for e, _ in run.receipts["basel"].entries if e.kind == "contributed" and "inputs" in e.name]
+    assert parts == ["inputs to train on | cells 120 | donors 2"]  # two donors of 60 cells are behind every input
     twin = rehearse("train-cellcnn", data=sites(), mode="plain", **{**options, "keep": "", "open_model": False})
     np.testing.assert_allclose(run.model.weights.W, twin.model.weights.W, atol=1e-3)
     np.testing.assert_allclose(run.model.weights.V, twin.model.weights.V, atol=1e-3)
@@ -430,6 +443,6 @@ def test_batches_of_few_donors_and_inputs_of_few_cells_are_refused():
         train_cellcnn.check_batches(inputs, names, np.array([[0, 1, 2], [2, 1, 1]]), least)
     with pytest.raises(DataError, match="the mean of 9 different cells, fewer than min_cells = 10"):
         train_cellcnn.check_batches([*inputs, np.arange(9).repeat(3)], names, np.array([[0, 1, 2]]), least)
-    options = {"scaling": "none", "open_model": True, "n_steps": 1, "n_inputs": 4, "batch": 4}
+    options = {"scaling": "none", "open_model": True, "n_steps": 1, "n_inputs": 4, "batch": 4, "per": "class"}
     with pytest.raises(DataError, match="a batch is based on 2 donors"):
         rehearse("train-cellcnn", data=sites(donors=2), mode="hardened", **options)

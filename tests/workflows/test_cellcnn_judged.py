@@ -17,8 +17,16 @@ from cloister.workflows.train_cellcnn.presets import settled
 ad = pytest.importorskip("anndata")
 SITES = ("basel", "lugano", "vienna")
 MARKERS = ("CD3", "CD16", "CD57")
-COMMON = {"n_filters": 3, "n_cells": 40, "n_inputs": 30, "batch": 16, "learning_rate": 0.3, "mode": "plain"}
-HELD = {"hold_out": 2, "min_donors": 2}
+COMMON = {
+    "n_filters": 3,
+    "n_cells": 40,
+    "n_inputs": 30,
+    "batch": 16,
+    "learning_rate": 0.3,
+    "mode": "plain",
+    "min_donors": 2,
+}
+HELD = {"hold_out": 2}
 
 
 def site(seed, classes, cells=60):
@@ -139,7 +147,7 @@ def test_a_preset_that_draws_per_donor_counts_those_of_all_sites_by_a_sum(monkey
         train_cellcnn, "train", lambda session, options, model, inputs, k=0: asked.append(model) or model
     )
     data = sites(("case", "control") * 4) | {"vienna": site(2, ["case", "control"] * 5)}
-    run = rehearse("train-cellcnn", data=data, preset="rrms-donor", **HELD, mode="plain")
+    run = rehearse("train-cellcnn", data=data, preset="rrms-donor", **HELD, min_donors=2, mode="plain")
     assert {m.config.steps for m in asked} == {-(-10 * (4 + 4 + 6) // 64) * 30}  # without those held out
     opened = [e.name for e, _ in run.receipts["coordinator"].entries if e.kind == "opened" and "donors" in e.name]
     assert opened == ["donors to train on, of all sites"] * 4  # to each party
@@ -153,7 +161,7 @@ def test_baselines_on_the_same_held_out_donors():
     pytest.importorskip("torch")
     data = sites() | {"vienna": site(2, ["case"] * 4)}
     options = {k: v for k, v in COMMON.items() if k != "mode"} | {"n_steps": 40, "positive_class": "case"}
-    made = cellcnn_baselines(data, hold_out=1, min_donors=2, **options)
+    made = cellcnn_baselines(data, hold_out=1, per="class", **options)
     assert [*made] == ["pooled", *(f"{p} alone" for p in SITES), "pooled, max pooling", "logistic regression"]
     for name in ("pooled", "pooled, max pooling", "logistic regression"):
         assert made[name]["donors"]["accuracy"] == 1.0, name
@@ -174,7 +182,8 @@ def test_what_a_site_contributes_rests_on_enough_donors_whatever_the_others_brin
     def one_class(a):
         return a[a.obs["condition"] == "case"].copy()
 
-    options = {k: v for k, v in COMMON.items() if k != "mode"} | {"n_steps": 2, "scaling": "none", "hold_out": 3}
+    options = {k: v for k, v in COMMON.items() if k not in ("mode", "min_donors")}
+    options |= {"n_steps": 2, "scaling": "none", "hold_out": 3}
     data = sites(("case", "control") * 6)
     found = check_disclosure("train-cellcnn", data, "basel", attacks=[far, one_class], mode="plain", **options)
     assert found.runs == 3

@@ -91,7 +91,8 @@ def clear_cellcnn(sites: list[Any], config: Any, options: Any) -> Any:
     config, rng = replace(config, batch=config.batch * len(sites)), np.random.default_rng(0)
     scaling = pooled_scaling.scaling_of(X)
     model = cellcnn.Model(config, tuple(map(str, sites[0].var_names)), classes, 0.0, scaling.mean, scaling.scale)
-    drawn = {"n_cells": options.n_cells, "per": options.per, "n_inputs": options.n_inputs * len(sites)}
+    per = "class" if options.per == "group" else options.per  # all donors of a class together
+    drawn = {"n_cells": options.n_cells, "per": per, "n_inputs": options.n_inputs * len(sites)}
     inputs = cellcnn.draw_inputs(model.prepare(X), donors, y, **drawn, rng=rng)
     return replace(model, weights=cellcnn.train(config, [cellcnn.draw_batches(*inputs, config, rng)]))
 

@@ -41,7 +41,7 @@ None; lines numbered here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -226,10 +226,13 @@ def check_sums(mine: int, rows: int, there: I64, total: F64, sites: int) -> None
         raise ProtocolAbort(NAME, "L2", "damaged", "sums that no rows have: a message was damaged, or somebody lies")
 
 
-async def find(ask: Asking, X: F64 | None, width: int, least: int, own: Rows | None) -> Scaling:
+async def find(
+    ask: Asking, X: F64 | None, width: int, least: int, own: Rows | None, fence: Fence | None = None
+) -> Scaling:
     """All lines, at any party; `X` and `own` are None at the coordinator."""
     rows = X if X is not None else np.zeros((0, width))
-    fence = None if X is None or own is None else Fence.of(X, own)
+    if X is not None and own is not None:
+        fence = Fence.of(X, own) if fence is None else replace(fence, rows=own)
 
     def parts(change: Callable[[F64], F64]) -> Parts:
         assert fence is not None
@@ -261,18 +264,19 @@ async def site(
     X: F64,
     donor: I64 | None = None,
     thresholds: Thresholds | None = None,
+    fence: Fence | None = None,
     *,
     entropy: Entropy,
     identity: Identity,
 ) -> Scaling:
-    """Be u; `thresholds` are this site's own, those of `params` by default."""
+    """Be u; `thresholds` are this site's own, those of `params` by default, and `fence` of these rows or of more."""
     check_values(X)
     own = Rows(len(X), donor, thresholds or Thresholds(params.min_cells, params.min_donors))
     own.check("rows")
     seed_params = common_seed.Params(params.sites, params.coordinator)
     seed = await common_seed.site(ch.sub("seed"), seed_params, entropy=entropy, identity=identity)
     ask = Asking(ch, seed.present, params.coordinator, NAME, seed, entropy, identity)
-    scaling = await find(ask, X, params.width, params.least, own)
+    scaling = await find(ask, X, params.width, params.least, own, fence)
     await consistency_check.site(ch, consistency_check.Params(params.sites, params.coordinator), identity=identity)
     return scaling
 

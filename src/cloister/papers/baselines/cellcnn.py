@@ -28,7 +28,15 @@ from cloister.workflows.options import read_options
 from cloister.workflows.train_cellcnn.evaluation import KINDS, Held, held_out, scores, table_of, tables_of
 from cloister.workflows.train_cellcnn.figures import positive
 from cloister.workflows.train_cellcnn.presets import settled
-from cloister.workflows.train_cellcnn.workflow import WORKFLOW, Options, check, donor_classes
+from cloister.workflows.train_cellcnn.workflow import (
+    WORKFLOW,
+    Options,
+    check,
+    donor_classes,
+    drawn_of,
+    drawn_per,
+    groups_of,
+)
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -63,8 +71,8 @@ class Setting:
     def drawn(self) -> dict[str, Any]:
         """As many inputs as all sites draw together."""
         o = self.options
-        inputs = o.n_inputs * (self.sites if o.per == "class" else 1)
-        return {"n_cells": o.n_cells, "per": o.per, "n_inputs": inputs}
+        drawn = drawn_of(o)
+        return drawn | {"n_inputs": o.n_inputs * (self.sites if drawn["per"] == "class" else 1)}
 
     @property
     def config(self) -> cellcnn.Config:
@@ -130,7 +138,12 @@ def _gather(data: Mapping[str, AnnData], chosen: Options, seed: int) -> tuple[di
     markers = tuple(str(v) for v in next(iter(data.values())).var_names)
     parts, train = {}, 0
     for site, adata in data.items():
-        kept = held_out(donors[site], chosen.hold_out, party_rng(seed, site, "hold out"))
+        rng = party_rng(seed, site, "hold out")
+        if drawn_per(chosen) == "group":
+            least = Thresholds(chosen.min_cells, chosen.min_donors)
+            kept = groups_of(adata, chosen, least).held_out(chosen.hold_out, rng)
+        else:
+            kept = held_out(donors[site], chosen.hold_out, rng)
         train += len(donors[site]) - len(kept)
         x = cells.embedding(adata, None)[:, match_columns([str(v) for v in adata.var_names], markers)]
         x = np.arcsinh(x / chosen.cofactor) if chosen.cofactor else x

@@ -39,9 +39,10 @@ aggregator, holder : nothing about data, labels, gradients or the model beyond `
 malicious aggregator : no more: every share it gets is masked uniformly, whatever it requests (`collective_refresh`),
     and what it hands out is audited before it is used or opened.
 one malicious site : it can steer the model in every step, by its gradient and by its shares of every refresh, and the
-    same for all samples. What is opened then depends on sums over the whole batch of each other site in each step. The
-    noise of at most `Layout.functionals` combinations of earlier ciphertexts may show in what is opened: a few hundred
-    equations in a key of 32,768 unknowns. See docs/security/encrypted_training.md.
+    same for all samples. What is opened may then be any function of each other site's inputs. With `per=group`, inputs
+    are means of groups of donors, so it rests on a group at least; drawn inputs need a consent. The noise of at most
+    `Layout.functionals` combinations of earlier ciphertexts may show in what is opened: a few hundred equations in a
+    key of 32,768 unknowns. See docs/security/encrypted_training.md.
 A training that diverges shows that it did: before the start where a site's own data would diverge (it stops then, and
     the others see who); before an opening in the numbers of `collective_range` and `equal_copies`; and in one number
     where validation or the norm are opened, and no weight is.
@@ -71,13 +72,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cloister.arrays import F64, U64
+from cloister.disclosure import Contribution
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.mpc.crypto.ckks import scheme as ckks
 from cloister.mpc.crypto.ckks.parameters import MASKED, OPENINGS
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.rns.ring import SECURE_BITS, Residues
-from cloister.mpc.net import wire
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
 from cloister.mpc.threshold_ckks import collective_audit, collective_range, collective_refresh, threshold_decrypt
@@ -88,23 +89,24 @@ from cloister.workflows.train_cellcnn import encrypted_validation, training_chec
 from cloister.workflows.train_cellcnn.cellcnn_circuit import Layout
 from cloister.workflows.train_cellcnn.key_store import KeyStore
 from cloister.workflows.train_cellcnn.training_check import Made, Weighing, check_at_aggregator, check_at_site
-from cloister.workflows.train_cellcnn.training_keys import Keys, key_costs, load_keys, make_keys, relinearised_zero
+from cloister.workflows.train_cellcnn.training_keys import (
+    NAME,
+    Keys,
+    key_costs,
+    load_keys,
+    make_keys,
+    relinearised_zero,
+)
 from cloister.workflows.train_cellcnn.training_opening import norm_params, open_at_aggregator, open_at_site, part_params
 from cloister.workflows.train_cellcnn.training_refreshes import STAGES, refreshes
 from cloister.workflows.train_cellcnn.training_state import Losses, State, gradient_ciphers
+from cloister.workflows.train_cellcnn.training_terms import Terms
 
-NAME = "encrypted_training"
 CHECKED = "checked"  # part of a stored state whose model passed its range check
 
 
 @dataclass(frozen=True, slots=True)
-class Params(Collective):  # public
-    config: cellcnn.Config
-    open_model: bool = False
-    validate_every: int = 0  # steps; 0: never
-    held_out: int = 0  # inputs of each site that validation uses
-    patience: int = 0  # validations that were no better than one before, after which training stops; 0: never
-
+class Params(Terms):  # public
     def __post_init__(self) -> None:
         Collective.__post_init__(self)
         L = self.layout
@@ -125,34 +127,6 @@ class Params(Collective):  # public
                 f"{self.config.steps} steps refresh {masked} polynomials and open {opened}; masks and floods hide"
                 f" {MASKED} and {OPENINGS} to 2^-40. Use fewer steps, or validate less often"
             )
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.config, self.ckks, len(self.holders))
-
-    @property
-    def validation(self) -> encrypted_validation.Params:
-        who = (self.holders, self.aggregator, self.ckks)
-        return encrypted_validation.Params(*who, self.config, self.held_out)
-
-    def validates(self, step: int) -> bool:
-        """Whether the model after that many steps is validated."""
-        return self.validate_every > 0 and step % self.validate_every == 0
-
-    def last_stage(self, step: int) -> str:
-        """How [M'] is made in that step: sealed where training may end with it."""
-        ends = step + 1 == self.config.steps or (self.patience > 0 and self.validates(step + 1))
-        return "sealed" if ends else "product"
-
-    @property
-    def tag(self) -> bytes:
-        """What a checkpoint belongs to."""
-        return wire.digest(NAME, self.holders, self.aggregator, self.ckks, self.config)
-
-    @property
-    def range(self) -> collective_range.Params:
-        """The check of [M] at the end."""
-        return self.layout.model_range((self.holders, self.aggregator))
 
 
 def check_functionals(layout: Layout) -> None:
@@ -285,20 +259,24 @@ def read_ciphers(params: Params, got: Gradient | Summed, line: str, sender: Part
 async def holder(
     ch: Channel,
     params: Params,
-    X: F64,
+    X: F64 | Contribution,
     Y: F64,
     store: KeyStore | None = None,
-    held: tuple[F64, F64] | None = None,
+    held: tuple[F64 | Contribution, F64] | None = None,
     *,
     entropy: Entropy,
     consent: frozenset[str],
 ) -> Trained:
     """A site's part. X (steps, n, m) and one-hot Y (steps, n, o) are its batches; they never leave it.
 
-    `held` are inputs and labels for validation, if the parties agreed on it.
+    `held` are inputs and labels for validation, if the parties agreed on it. A malicious site can make any function of
+    both be opened: where they are contributions, the receipt records the smallest group behind an input.
     """
     if params.open_model and "open-model" not in consent:
         raise RefusedError("this site did not consent to opening the model; allow it, or train with open_model=False")
+    X = contributed(ch, X, "inputs to train on")
+    if held is not None:
+        held = contributed(ch, held[0], "inputs to validate on"), held[1]
     cellcnn.check_batches(params.config, X, Y)
     cellcnn.check_rate(params.config, X, Y)
     if params.validate_every:
@@ -338,6 +316,12 @@ async def holder(
         state = site.state if site.audits else None
         done.weights = await open_at_site(ch, params, keys, state, entropy=entropy, consent=consent)
     return done
+
+
+def contributed(ch: Channel, X: F64 | Contribution, what: str) -> F64:
+    if not isinstance(X, Contribution):
+        return X
+    return np.asarray(ch.contribute(X, protocol=NAME, line="L3", what=what))
 
 
 async def begin(ch: Channel, params: Params, store: KeyStore | None, entropy: Entropy) -> tuple[Keys, Start]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class Held:
     donors: F64  # (d, m)
     donor_labels: I64
     rows: Rows  # one per donor, with its number of cells
+    groups: tuple[F64, I64, Contribution | None] | None = None  # means of donor groups, classes, means as they are sent
 
     @classmethod
     def of(
@@ -41,10 +43,14 @@ class Held:
         rows = donor_rows(names, thresholds)
         return cls(inputs, labels, means, np.array([int(y[names == d][0]) for d in donors]), rows)
 
-    def batch(self, config: cellcnn.Config, rng: np.random.Generator) -> tuple[F64, F64]:
-        """As many inputs as a batch has: the number is public, whatever a site has."""
-        at = rng.choice(len(self.inputs), config.batch)
-        return self.inputs[at], cellcnn.one_hot(self.labels[at], config.classes)
+    def batch(self, config: cellcnn.Config, rng: np.random.Generator) -> tuple[F64 | Contribution, F64]:
+        """As many inputs to validate on as a batch has: the number is public, whatever a site has."""
+        if self.groups is None:
+            at = rng.choice(len(self.inputs), config.batch)
+            return self.inputs[at], cellcnn.one_hot(self.labels[at], config.classes)
+        means, labels, part = self.groups
+        at = np.resize(rng.permutation(len(means)), config.batch)
+        return means[at] if part is None else part.map(itemgetter(at)), cellcnn.one_hot(labels[at], config.classes)
 
 
 def donor_rows(names: Array, thresholds: Thresholds) -> Rows:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from cloister.cells import tables as cells
-from cloister.disclosure import Rows, Thresholds
+from cloister.disclosure import Contribution, Rows, Thresholds
 from cloister.errors import DataError, ParameterError, RefusedError
 from cloister.files import write as write_file
 from cloister.models import cellcnn
@@ -23,6 +24,7 @@ from cloister.workflows.modes import modes_of
 from cloister.workflows.options import check_min_donors, option
 from cloister.workflows.train_cellcnn import cellcnn_terms, encrypted_training, encrypted_validation
 from cloister.workflows.train_cellcnn.cellcnn_circuit import choose_ring
+from cloister.workflows.train_cellcnn.donor_groups import DonorGroups
 from cloister.workflows.train_cellcnn.evaluation import Held, donor_rows, held_out, judged, pooled_tables
 from cloister.workflows.train_cellcnn.figures import accuracy, consensus, figures, positive
 from cloister.workflows.train_cellcnn.key_store import KeyStore
@@ -41,15 +43,20 @@ class Options:
     sample_key: str = option("donor", "column of obs that names the donor of a cell")
     target_key: str = option("condition", "column of obs with the class of its donor")
     n_filters: int = option(8, "filters (h)")
-    n_cells: int = option(200, "cells per multi-cell input (c)")
-    n_inputs: int = option(200, "multi-cell inputs per class or donor at each site (z)")
-    per: Literal["class", "donor"] = option("class", "unit of the inputs: class or donor")
+    n_cells: int = option(200, "cells per multi-cell input that is drawn (c)")
+    n_inputs: int = option(200, "multi-cell inputs that are drawn per class or donor at each site (z)")
+    per: Literal["group", "class", "donor"] = option(
+        "group",
+        "inputs to train on: means of groups of min_donors donors, or drawn per class or donor if every site consents",
+    )
     n_steps: int = option(20, "training steps; each is one aggregation")
     batch: int = option(0, "inputs per site and local iteration; 0 means 200 over the number of sites")
-    n_local: int = option(1, "local iterations per step: batches whose gradients a site adds up, encrypted")
+    n_local: int = option(
+        1, "local iterations per step: batches whose gradients a site adds up, encrypted", retired=True
+    )
     learning_rate: float = option(0.2, "step size (eta)")
     momentum: float = option(0.9, "fraction of the last update in the next one (mu)")
-    interval: float = option(3.0, "the sigmoid is fitted on [-interval, interval]")
+    interval: float = option(3.0, "the sigmoid is fitted on [-interval, interval]", retired=True)
     preset: Literal["cmv", "aml", "rrms-class", "rrms-donor"] | None = option(
         None, "settings of the paper: cells, inputs, batch, interval and steps"
     )
@@ -57,8 +64,8 @@ class Options:
     scaling: Literal["pooled", "reference", "none"] = option(
         "pooled", "standardise by secure sums, by public reference values, or not"
     )
-    reference_mean: tuple[float, ...] = option((), "one per marker, in the agreed order")
-    reference_scale: tuple[float, ...] = option((), "one per marker, in the agreed order")
+    reference_mean: tuple[float, ...] = option((), "one per marker, in the agreed order", retired=True)
+    reference_scale: tuple[float, ...] = option((), "one per marker, in the agreed order", retired=True)
     open_model: bool = option(default=False, help="decrypt the final model, if every site consents")
     positive_class: str | None = option(None, "class whose cells reports select; the last by name if none")
     n_models: int = option(1, "number of models with 3 to 9 filters, of which held-out donors choose the best")
@@ -155,10 +162,12 @@ def check(adata: AnnData, options: Options) -> list[str]:
     cells.check_cells(adata, allow_negative=True)
     donors = donor_classes(adata, options)
     classes = sorted(set(donors.values()))
-    notes = []
+    least = Thresholds(options.min_cells, options.min_donors)
+    notes: list[str] = []
     if len(classes) < 2:
         notes.append(f"all donors here are '{classes[0]}': other sites must bring donors of another class")
-    for label in classes:
+    grouped = drawn_per(options) == "group"
+    for label in classes if not grouped else ():
         if sum(c == label for c in donors.values()) <= options.hold_out:
             raise DataError(
                 f"class '{label}' has too few donors at this site to hold out {options.hold_out} of them and train on"
@@ -166,11 +175,26 @@ def check(adata: AnnData, options: Options) -> list[str]:
             )
         if sum(c == label for c in donors.values()) == 1:
             notes.append(f"class '{label}' has one donor at this site: the model may learn the donor, not the class")
-    check_thresholds(adata, options, Thresholds(options.min_cells, options.min_donors))
-    least = min(adata.obs[options.sample_key].astype(str).value_counts())
-    if least < options.n_cells:
-        notes.append(f"a donor has {least} cells, fewer than n_cells={options.n_cells}; cells are drawn repeatedly")
+    if grouped:
+        for label, number in groups_of(adata, options, least).left_out().items():
+            notes.append(
+                f"class '{label}' has {number} donors here, fewer than a group of min_donors={options.min_donors}: they"
+                " are not used"
+            )
+    check_thresholds(adata, options, least)
+    fewest = min(adata.obs[options.sample_key].astype(str).value_counts())
+    if fewest < options.n_cells:
+        notes.append(f"a donor has {fewest} cells, fewer than n_cells={options.n_cells}; cells are drawn repeatedly")
     return notes
+
+
+def groups_of(adata: AnnData, options: Options, thresholds: Thresholds) -> DonorGroups:
+    """All groups of this site's donors; raise `DataError` where there are too few to train on and to hold out."""
+    names = adata.obs[options.sample_key].astype(str).to_numpy()
+    groups = DonorGroups.of(donor_classes(adata, options), names, thresholds)
+    groups.check()
+    groups.held_out(options.hold_out, np.random.default_rng(0))
+    return groups
 
 
 def check_thresholds(adata: AnnData, options: Options, thresholds: Thresholds) -> None:
@@ -181,7 +205,7 @@ def check_thresholds(adata: AnnData, options: Options, thresholds: Thresholds) -
     left = len(donors) - options.hold_out * len(set(donors.values()))
     codes = np.arange(max(left, 0))
     rows = Rows(len(codes), codes, thresholds, cells=smallest[: len(codes)].astype(np.int64))
-    if options.scaling == "pooled" or options.preset is not None:
+    if options.scaling == "pooled" or options.preset is not None or options.per == "group":
         rows.check("cells to train on")
 
 
@@ -246,6 +270,8 @@ def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     check_consent(session, options)
     check_thresholds(adata, options, thresholds_of(session, options))
     check_held_out(options, thresholds_of(session, options))
+    if drawn_per(options) == "group":
+        groups_of(adata, options, thresholds_of(session, options))
     every, prepared, held = models_of(adata, session, options)
     model, agreed = best_of(session, options, every, held)
     save(model, options, session)
@@ -267,8 +293,8 @@ def drawn_per(options: Options) -> str:
 
 def check_consent(session: Session, options: Options) -> None:
     """Raise `RefusedError` before anything is sent, if this site's own settings do not allow what the study opens."""
-    by_donor = session.mode == "hardened" and options.open_model and drawn_per(options) == "donor"
-    asked = {"open-model": options.open_model, "donor-inputs": by_donor, "validation": options.validate_every > 0}
+    drawn = session.mode == "hardened" and drawn_per(options) != "group"
+    asked = {"open-model": options.open_model, "donor-inputs": drawn, "validation": options.validate_every > 0}
     for what, wanted in asked.items() if session.mode != "plain" else ():
         if wanted and what not in session.consent:
             raise RefusedError(
@@ -287,34 +313,72 @@ def models_of(adata: AnnData, session: Session, options: Options) -> tuple[list[
         [str(v) for v in adata.var_names],
         sorted(set(donors.values())),
     )
-    kept = held_out(donors, options.hold_out, session.rng("hold out"))
     names = adata.obs[options.sample_key].astype(str).to_numpy()
-    out, thresholds = np.isin(names, kept), thresholds_of(session, options)
+    thresholds, groups = thresholds_of(session, options), None
+    if drawn_per(options) == "group":
+        groups = groups_of(adata, options, thresholds)
+        kept = groups.held_out(options.hold_out, session.rng("hold out"))
+    else:
+        kept = held_out(donors, options.hold_out, session.rng("hold out"))
+    out = np.isin(names, kept)
     options = settle(session, options, len(terms.classes), donor_rows(names[~out], thresholds))
     X = cells.embedding(adata, None)[:, match_columns([str(v) for v in adata.var_names], terms.markers)]
     x = np.arcsinh(X / options.cofactor) if options.cofactor else X
     y = np.array([terms.classes.index(c) for c in adata.obs[options.target_key].astype(str)])
-    mean, scale = standard(session, options, x.shape[1], x[~out])
+    rows, whose = np.flatnonzero(~out), np.unique(names[~out], return_inverse=True)[1]
+    if groups is not None:
+        rows, whose = groups.without(kept).rows(names)
+    own = Rows(len(rows), whose, thresholds)
+    fence = None if groups is None else groups.fence(x, names)
+    used = x[rows] if fence is None else fence.hold(x[rows])
+    mean, scale = standard(session, options, x.shape[1], used, own, fence)
     prepared = cellcnn.standardise(x, 0.0, mean, scale)
-    drawn: dict[str, Any] = {"n_cells": options.n_cells, "per": options.per, "n_inputs": options.n_inputs}
-    inputs, labels = cellcnn.draw_inputs(prepared[~out], names[~out], y[~out], **drawn, rng=session.rng("inputs"))
-    behind = [rows for _, rows in cellcnn.draw_rows(names[~out], y[~out], **drawn, rng=session.rng("inputs"))]
-    held = None
+    held, drawn, part = None, drawn_of(options), None
     if out.any():
         held = Held.of(prepared[out], names[out], y[out], drawn, thresholds, session.rng("held out"))
+    if groups is not None and fence is not None:
+        inputs, labels, part = of_groups(groups.without(kept), terms, cellcnn.standardise(used, 0.0, mean, scale))
+        if held is not None:
+            apart = groups.among(kept)
+            far = cellcnn.standardise(fence.hold(x[apart.rows(names)[0]]), 0.0, mean, scale)
+            held = replace(held, groups=of_groups(apart, terms, far))
+        if session.mode != "hardened":  # other modes send no contributions
+            part = None
+            held = None if held is None or held.groups is None else replace(held, groups=(*held.groups[:2], None))
+    else:
+        drawing = (prepared[~out], names[~out], y[~out])
+        inputs, labels = cellcnn.draw_inputs(*drawing, **drawn, rng=session.rng("inputs"))
+        behind = [at for _, at in cellcnn.draw_rows(names[~out], y[~out], **drawn, rng=session.rng("inputs"))]
     made: list[cellcnn.Model] = []
     for k in range(options.n_models):
         config = config_of(options, terms, session.study.seed, k)
         model = cellcnn.Model(config, terms.markers, terms.classes, options.cofactor, mean, scale)
-        label = f"batches/{k}" if k else "batches"
-        batches = cellcnn.draw_batches(inputs, labels, config, session.rng(label))
-        if session.mode != "plain":
-            numbers = np.arange(len(inputs), dtype=np.float64)[:, None]
-            at = cellcnn.draw_batches(numbers, labels, config, session.rng(label))[0][..., 0].astype(np.int64)
+        at, labels_of = batches_of(inputs, labels, config, session.rng(f"batches/{k}" if k else "batches"))
+        if groups is None and session.mode != "plain":
             check_batches(behind, names[~out], at, thresholds)
+        sent = inputs[at] if part is None else part.map(itemgetter(at))
         sample = None if held is None else held.batch(config, session.rng("validation"))
-        made.append(train(session, options, model, (*batches, sample), k))
+        made.append(train(session, options, model, (sent, labels_of, sample), k))
     return made, prepared, held
+
+
+def of_groups(groups: DonorGroups, terms: cellcnn_terms.Terms, x: Any) -> tuple[Any, Any, Contribution]:
+    """The mean of each group, its class, and the means as they are sent; `x` are the rows that `groups` names."""
+    means, part = groups.inputs(x)
+    return means, np.array([terms.classes.index(c) for c in groups.labels]), part
+
+
+def batches_of(inputs: Any, labels: Any, config: cellcnn.Config, rng: np.random.Generator) -> tuple[Any, Any]:
+    """Which input is at each place of every step's batch, (steps, n), and their labels (steps, n, o)."""
+    numbers = np.arange(len(inputs), dtype=np.float64)[:, None]
+    at, Y = cellcnn.draw_batches(numbers, labels, config, rng)
+    return at[..., 0].astype(np.int64), Y
+
+
+def drawn_of(options: Options) -> dict[str, Any]:
+    """How multi-cell inputs are drawn: to train on, or where these are means of groups, to be evaluated on."""
+    per = "class" if options.per == "group" else options.per
+    return {"n_cells": options.n_cells, "per": per, "n_inputs": options.n_inputs}
 
 
 def best_of(
@@ -331,14 +395,21 @@ def best_of(
     return made[best], found | (consensus(made, right.tolist()) if len(made) > 1 else {})
 
 
-def standard(session: Session, options: Options, width: int, x: Any) -> tuple[Any, Any]:
+def standard(
+    session: Session,
+    options: Options,
+    width: int,
+    x: Any,
+    own: Rows | None = None,
+    fence: pooled_scaling.Fence | None = None,
+) -> tuple[Any, Any]:
     """Mean and scale of every marker: by secure sums over the sites' `x`, agreed on beforehand, or 0 and 1."""
     if options.scaling == "pooled":
         params = pooled_scaling.Params(session.sites, session.coordinator, width)
         pooled = (
             session.run(pooled_scaling.coordinator, params)
-            if x is None
-            else session.run(pooled_scaling.site, params, x)
+            if x is None or own is None
+            else session.run(pooled_scaling.site, params, x, own.donor, own.thresholds, fence)
         )
         return pooled.mean, pooled.scale
     if options.scaling == "reference":
@@ -434,15 +505,19 @@ def files(outcome: Outcome) -> dict[str, bytes]:
 
 def warnings(study: Study, options: Options) -> list[str]:
     """What the sites should know before they start."""
-    if study.mode != "hardened" or not options.open_model:
+    if study.mode != "hardened":
         return []
-    notes = ["open_model: one malicious site can steer the opened weights towards the inputs with the largest logits"]
-    if drawn_per(options) == "donor":
-        notes.append(
-            "open_model with inputs per donor: the first site can combine the batches of all steps so that the opened"
-            " weights show the mean of one donor of another site; leave the model encrypted, or draw inputs per class"
-        )
-    return notes
+    if (per := drawn_per(options)) != "group":
+        return [
+            f"inputs are drawn per {per}: one malicious site can combine the batches of all steps, so that an opened"
+            " model or answers to queries show few donors of another site; per=group bounds this by min_donors"
+        ]
+    if not options.open_model:
+        return []
+    return [
+        "open_model: one malicious site can steer the opened weights towards the mean of one group of min_donors ="
+        f" {options.min_donors} or more donors of another site, but not of fewer"
+    ]
 
 
 WORKFLOW = Workflow(
