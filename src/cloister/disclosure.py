@@ -343,6 +343,39 @@ class Rows:
         codes[order] = np.searchsorted(np.array(ends), np.arange(self.n), side="right")
         return codes
 
+    def runs(self, values: F64) -> tuple[I64, I64]:
+        """Codes of runs of rows in the order of `values`, and the row in the middle of each run.
+
+        Runs consist of whole units of `min_cells` rows; the last unit takes the rest. Where donors count, units are
+        joined until a run has `min_donors` of them, and the middle row is that of the middle unit. Borders are at
+        multiples of `min_cells` whatever values and donors are: unlike those of `blocks`, they show the rank of no row.
+        Runs for other donors or other columns of donors are unions of the same units. Equal values may be in two runs.
+        """
+        if self.cells is not None:
+            raise ParameterError("runs are of rows that are one cell each")
+        codes, least = np.full(self.n, -1, np.int64), self.thresholds
+        if self.n < least.min_cells:
+            return codes, np.zeros(0, np.int64)
+        spread = np.arange(self.n) * 0.6180339887498949 % 1.0  # equal values: donors are often in sequence
+        order = np.lexsort((spread, values))
+        ends = np.arange(1, self.n // least.min_cells + 1) * least.min_cells
+        ends[-1] = self.n
+        starts, lasts = np.append(0, ends[:-1]), []
+        seen: set[int] = set()
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if self.donor is not None:
+                seen.update(self.donor[order[start:end]].tolist())
+            if self.donor is None or len(seen) >= least.min_donors:
+                lasts.append(i)
+                seen = set()
+        if not lasts:
+            return codes, np.zeros(0, np.int64)
+        lasts[-1] = len(ends) - 1
+        last = np.array(lasts)
+        codes[order] = np.searchsorted(ends[last], np.arange(self.n), side="right")
+        unit = (np.append(0, last[:-1] + 1) + last) // 2
+        return codes, order[(starts[unit] + ends[unit] - 1) // 2]
+
     def similar(self, x: F64, within: I64 | None = None, *, complete: bool = False) -> SimilarGroups:
         """Groups of rows that are near each other in `x`, (n, d), each of which reaches the thresholds.
 

@@ -82,6 +82,7 @@ CONSENTS = {  # what a party may be asked for beyond taking part; only its own s
     "outside-query": "answering a party that took no part in the training",
     "exact-updates": "opening sums of gradients without noise",
     "whole-model": "answering enough donors of one party to determine the model",
+    "quality-flags": "later steps on the cells that quality-control leaves or flags, which a malicious site can move",
 }
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")  # of a step

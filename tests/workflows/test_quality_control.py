@@ -1,14 +1,18 @@
 """Quality-control: common cut-offs, flags and scores in obs, and what is dropped."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
 
 import cloister as cl
-from cloister.errors import DataError, ParameterError
+from cloister.errors import DataError, ParameterError, RefusedError
 from cloister.rehearsal.check_disclosure import check_disclosure
-from cloister.rehearsal.rehearsal import rehearse
-from cloister.workflows.quality_control.workflow import Options, check, warnings
+from cloister.rehearsal.rehearsal import plan, rehearse, run_parties
+from cloister.rehearsal.run import workflow_part
+from cloister.study import Party, Step, Study
+from cloister.workflows.quality_control.workflow import Options, check, check_consent, use_of_flags, warnings
 
 ad = pytest.importorskip("anndata")
 
@@ -123,9 +127,59 @@ def test_cells_are_dropped_only_if_they_are_enough(sites):
     assert done.results["basel"]["dropped"] == 0  # they are of one donor
 
 
-def test_drop_is_warned_of():
-    assert not warnings(None, Options())
-    assert "open finding" in warnings(None, Options(drop=True))[0]
+def study(first=None, **later):
+    """Quality-control, and a step after it with these options."""
+    steps = (Step("quality-control", options=first or {}), Step("find-markers", options=later))
+    return Study("two", "", dict.fromkeys(map(Party, "abc"), "site") | {Party("hub"): "coordinator"}, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "use"),
+    [
+        ({"drop": True}, {}, "drop"),
+        ({}, {"label_key": "qc_pass"}, "label_key of step 'find-markers'"),
+        ({}, {"library_key": "predicted_doublet"}, "library_key of step 'find-markers'"),
+        ({}, {"covariates": ["sex", "doublet_score"]}, "covariates of step 'find-markers'"),
+        ({}, {"label_key": "cell_type"}, ""),
+    ],
+)
+def test_what_others_can_move_is_used_later_only_with_consent(first, later, use):
+    """Attack: cut-offs of two runs moved past one cell; a later step opens sums by flag, without `drop`."""
+    part, options = study(first, **later).parts[0], Options(**first)
+    assert use_of_flags(part, options) == use
+    assert any("open finding" in text and use in text for text in warnings(part, options)) == bool(use)
+    asked = SimpleNamespace(study=part, me="a", consent=frozenset())
+    if use:
+        with pytest.raises(RefusedError, match='does not consent.*add "quality-flags"'):
+            check_consent(asked, options)
+    else:
+        check_consent(asked, options)
+    check_consent(SimpleNamespace(study=part, me="a", consent=frozenset({"quality-flags"})), options)
+
+
+def test_a_site_without_consent_refuses_before_anything_is_sent(sites):
+    given = plan("quality-control", [*sites], timeout=10, options={"drop": True, **QUICK})
+    consent = dict.fromkeys(map(Party, sites), frozenset({"quality-flags"})) | {Party("lugano"): frozenset()}
+    data = {Party(p): a for p, a in copies(sites).items()}
+    run = run_parties(given, dict.fromkeys(given.parties, workflow_part), data, consent=consent)
+    assert isinstance(run.errors["lugano"], RefusedError)
+    assert set(run.errors) == set(given.parties)
+    sent = [e.name for e, _ in run.receipts["lugano"].entries if e.kind == "sent" and not e.name.startswith("channel.")]
+    assert sent == []
+
+
+@pytest.mark.parametrize("prefix", ["CD3E", "CD3", "MT-ND1", "M", "RPL", "-"])
+def test_no_study_opens_histograms_of_genes_of_its_choice(prefix):
+    """Attack: `mito_prefix` of one gene, of nested sets of genes, of many runs."""
+    with pytest.raises(ParameterError, match="'mito_prefix' must be MT-"):
+        Options(mito_prefix=prefix)
+
+
+def test_an_empty_prefix_disables_the_mitochondrial_share(sites):
+    done = rehearse("quality-control", copies(sites), mito_prefix="", **QUICK)
+    assert set(done.results["basel"]["cutoffs"]) == {"total_counts", "n_genes_by_counts"}
+    assert not done.data["basel"].uns["quality_control"]["histograms"]["pct_counts_mt"].any()
+    assert not check(sites["basel"], Options(mito_prefix="", **QUICK))
 
 
 def test_genes_without_the_prefix(sites):
@@ -232,7 +286,7 @@ def test_what_a_site_discloses_is_based_on_enough_cells_and_donors(sites, option
         (lambda a: None, {"layer": "raw"}, DataError, "raw"),
         (lambda a: None, {"cutoff": 0.5}, ParameterError, "cutoff"),
         (lambda a: None, {"doublet_rate": 0.7}, ParameterError, "doublet_rate"),
-        (lambda a: None, {"mito_prefix": ""}, ParameterError, "mito_prefix"),
+        (lambda a: None, {"mito_prefix": "CD3E"}, ParameterError, "mito_prefix"),
     ],
 )
 def test_bad_input(sites, change, options, kind, message):

@@ -567,7 +567,8 @@ studies = []
 # answer a party that took no part in the training; "whole-model": it may answer enough donors of one party to
 # determine the model; "iterative-fit": train-classifier may run solver="logistic" without noise, with which one
 # malicious site can recover cells; "exact-updates": fine-tune and adapt-model may open sums without noise, with the
-# same risk.
+# same risk; "quality-flags": later steps of a study may use the cells that quality-control leaves, or its flags, so
+# that two runs can show one cell.
 consent = []
 
 # Number of runs that may begin here, of one study file and of a workflow under any study. Every answer reveals a

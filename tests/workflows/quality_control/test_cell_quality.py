@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from cloister.disclosure import Thresholds
+from cloister.disclosure import Rows, Thresholds
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import doublets
 from cloister.mpc.net.channel import Channel
@@ -260,6 +260,87 @@ def test_how_far_out_a_cell_is_changes_nothing():
     assert np.array_equal(parts[0], parts[2])
 
 
+def test_zeros_are_counted_in_tens():
+    """Attack: two measures with nested zeros, as of nested sets of genes; their numbers differed by two cells."""
+    rng = np.random.default_rng(2)
+    share = np.where(np.arange(120) < 47, 0.0, rng.gamma(3.0, 1.0, 120))
+    more = np.where(np.arange(120) < 49, 0.0, share)
+    found = [cell_quality.histogram(Rows(120), MITO, column).values for column in (share, more)]
+    assert [part[0] % 10 for part in found] == [0, 0]
+    assert abs(found[0][0] - 47) <= 10
+
+
+@pytest.mark.parametrize("n", [10, 19, 20, 95, 120])
+@pytest.mark.parametrize("values", ["normal", "tied", "constant"])
+def test_every_bin_has_a_multiple_of_ten_but_the_last(n, values):
+    rng = np.random.default_rng(n)
+    x = {"normal": rng.lognormal(3, 1, n), "tied": rng.poisson(2.0, n), "constant": np.full(n, 7)}[values].astype(float)
+    part = cell_quality.histogram(Rows(n), COUNTS, x)
+    sizes = part.values[part.values > 0]
+    assert part.values.sum() == n
+    assert part.cells >= 10
+    assert all(v % 10 == 0 for v in sizes[:-1])
+
+
+@pytest.mark.parametrize("rare", [2, 4, 8])
+def test_the_ranks_of_a_rare_donors_cells_are_not_opened(rare):
+    """Attack: with three donors, of whom one has few cells, every run ended at one of these cells."""
+    rng = np.random.default_rng(rare)
+    donor = rng.integers(0, 2, 400)
+    donor[rng.choice(400, rare, replace=False)] = 2
+    rows, x = Rows(400, donor), rng.lognormal(7, 1, 400)
+    part = cell_quality.histogram(rows, COUNTS, x)
+    assert part.donors >= 3
+    assert all(v % 10 == 0 for v in part.values)
+    codes, _ = rows.runs(x)
+    borders = np.flatnonzero(np.diff(codes[np.argsort(x)])) + 1
+    assert all(b % 10 == 0 for b in borders)
+
+
+def test_prototypes_at_a_place_count_its_cells_in_tens():
+    """Attack: a malicious site places all prototypes; a small site's cells near them have low scores. Open: in tens."""
+
+    def near(m, n=60):
+        rng = np.random.default_rng(3)
+        x = 0.5 * rng.normal(size=(n, 2))
+        x[m:, 0] += 12
+        of = doublets.pairs(n, 2 * n, rng)
+        others = 0.5 * rng.normal(size=(cell_quality.FILL - n, 2))
+        simulated = np.concatenate([(x[of[:, 0]] + x[of[:, 1]]) / 2, np.full((2 * len(others), 2), 50.0)])
+        scores = doublets.scores(x, np.arange(n), others, simulated, 0.06)
+        return cell_quality.score_histogram(Rows(n), scores).values[:110].sum()
+
+    assert {near(m) for m in range(15, 25)} == {20}
+    assert {near(m) for m in range(25, 34)} == {30}  # one cell more is seen at 25
+
+
+def test_more_donors_or_other_columns_of_donors_open_no_further_values():
+    """Attack: many runs, each with another column as donor_key. Every histogram is one of the same middle cells."""
+    rng = np.random.default_rng(6)
+    x = rng.lognormal(7, 1, 203)
+    middle = set(Rows(203).runs(x)[1])
+    borders = {10 * i for i in range(1, 20)}
+    for donors in (3, 4, 7, 20):
+        codes, at = Rows(203, rng.integers(0, donors, 203)).runs(x)
+        assert set(at) <= middle
+        assert set(np.flatnonzero(np.diff(codes[np.argsort(x)])) + 1) <= borders
+
+
+@pytest.mark.parametrize("n", [10, 20, 40])
+def test_what_a_histogram_shows_of_one_cell_to_who_knows_all_others(n):
+    """Attack: a site's histogram for every value that its last unknown cell may have."""
+    rng = np.random.default_rng(0)
+    grid = np.unique(np.round(np.exp(np.linspace(5, 9, 200))))
+    factors = []
+    for _ in range(40):
+        x = np.round(rng.lognormal(7, 0.5, n))
+        parts = [cell_quality.histogram(Rows(n), COUNTS, np.append(x[1:], v)).values for v in (x[0], *grid)]
+        same = [v for v, part in zip(grid, parts[1:], strict=True) if np.array_equal(part, parts[0])] or [x[0]]
+        factors.append(max(same) / min(same))
+    assert np.median(factors) >= 1.8
+    assert np.mean(np.array(factors) < 1.05) <= 0.2  # about one in ten is the middle cell of its run
+
+
 def test_too_few_cells_or_donors_are_an_error_before_anything_is_sent():
     c = quick(donors=2)
     with pytest.raises(DataError, match="2 donors here, fewer than min_donors = 3"):
@@ -293,16 +374,18 @@ def test_a_sites_own_thresholds_can_only_raise_those_of_the_study():
 # ---- one malicious party ---------------------------------------------------------------------------------------------
 
 
-def test_a_site_that_writes_into_the_histogram_of_another_ends_the_run(monkeypatch):
-    real = cell_quality.placed
+@pytest.mark.parametrize("line", ["L4", "L8"])
+def test_a_site_that_writes_into_the_histogram_of_another_ends_the_run(monkeypatch, line):
+    real, c = cell_quality.placed, quick() if line == "L4" else case(sizes=(260, 280, 300))
 
     def lying(params, u, part):
         own = real(params, u, part)
-        return own.map(lambda x: x + np.eye(1, len(x), 5).ravel()) if u == B else own
+        there = u == B and (line == "L4" or len(part.values) == SCORE.bins)
+        return own.map(lambda x: x + np.eye(1, len(x), 5).ravel()) if there else own
 
     monkeypatch.setattr(cell_quality, "placed", lying)
-    run = run_protocol(cell_quality, quick(), timeout=3.0)
-    assert run.errors[A].code == "slot"
+    run = run_protocol(cell_quality, c, timeout=3.0)
+    assert (run.errors[A].code, run.errors[A].line) == ("slot", line)
     assert A not in values(run)
 
 
@@ -384,6 +467,33 @@ def test_a_changed_sum_is_noticed():
 
 def test_a_site_that_stops_ends_the_run():
     run = run_protocol(cell_quality, quick(), faults=[Fault("kill", "b", HUB, "Masked")], timeout=1.0)
+    assert set(run.errors) >= {HUB, A, C}
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_claimed_dropout_opens_no_sum_without_the_site(monkeypatch, nth):
+    """Attack: within `shared_pca` a coordinator goes on without a site; sums with and without it differ by its own."""
+    real, opened = cell_quality.shared_pca.choose, []
+
+    def seeing(params, g, z):
+        opened.append(round(float(cell_quality.shared_pca.join_sum(z)[0])))  # cells behind the sum
+        return real(params, g, z)
+
+    async def going_on(ch, params, *, everyone):
+        return await honest(ch, params)
+
+    honest = cell_quality.shared_pca.coordinator
+    monkeypatch.setattr(cell_quality.shared_pca, "choose", seeing)
+    monkeypatch.setattr(cell_quality.shared_pca, "coordinator", going_on)
+    c = case(sizes=(260, 280, 300))
+    run = run_protocol(cell_quality, c, faults=[Fault("kill", "b", HUB, "Masked", nth=nth)], timeout=3.0)
+    assert {run.errors[u].code for u in (A, C)} == {"left-out"}
+    assert set(opened) <= {840}
+
+
+def test_a_dropout_in_the_middle_ends_the_run():
+    c = case(sizes=(260, 280, 300))
+    run = run_protocol(cell_quality, c, faults=[Fault("kill", "b", HUB, "Masked", nth=2)], timeout=3.0)
     assert set(run.errors) >= {HUB, A, C}
 
 

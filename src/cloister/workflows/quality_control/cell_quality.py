@@ -1,8 +1,9 @@
 """Cell quality: common cut-offs on counts, genes and mitochondrial share, and doublet scores, over all sites' cells.
 
     L1   u, S    common seed                    a secret of the sites, for checked sums
-    L2   u       per measure: runs              its cells in rising order, in runs of at least t cells of d donors
-                                                (`disclosure`); a run counts in the bin of its middle cell
+    L2   u       per measure: runs              its cells in rising order, in units of t; units are joined to runs of
+                                                at least d donors (`disclosure`), and the last one takes the rest; a run
+                                                counts in the bin of the middle cell of its middle unit
     L3   u, S    checked sum of h_uj            cells of site u in each bin of measure j; bins are fixed, 0.02 of log10
     L4   u       abort unless h_u is what u added
          u, S    cut-offs                       of the histograms over all sites: median ± c · MAD, or quantiles
@@ -21,11 +22,14 @@ Reveals
 -------
 coordinator : which genes each site measured. Beside this:
 coordinator, site : of each site, the number of cells in bins of counts, genes, mitochondrial share and doublet score,
-    rounded to runs of at least t cells and d donors, and so its number of cells; the cut-offs. Over all sites together:
-    what `shared_pca` reveals, and, if a site has fewer than `FILL` cells, what `shared_prototypes` reveals.
+    rounded to runs of at least t cells and d donors, and so its number of cells; the bin of every t-th cell of each
+    order, which is the exact value below 24; which units of t cells are short of donors; the cut-offs. Over all sites
+    together: what `shared_pca` reveals, and, if a site has fewer than `FILL` cells, what `shared_prototypes` reveals.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
-one malicious site : the same. It can make the cut-offs wrong; where cells are dropped, it so chooses which. In the
-    space it places prototypes and means, as in `shared_prototypes` and `shared_pca`.
+one malicious site : the same. It can make the cut-offs wrong; where later steps work on the cells that are left or by
+    flags, it so chooses which cells. In the space it places prototypes and means, as in `shared_prototypes` and
+    `shared_pca`. By prototypes around a place it learns how many cells of a site with fewer than `FILL` are near this
+    place, rounded to t; one place per run.
 coordinator with k sites : the same; and the sums of `shared_pca` and `shared_prototypes` over the other sites.
 
 Assumes
@@ -245,12 +249,9 @@ def score_histogram(rows: Rows, scores: F64) -> Contribution:
 def bins_of_runs(rows: Rows, measure: Measure, values: F64) -> I64:
     """The bin of each cell: that of the middle cell of its run; -1 where the cells are too few for a run."""
     logs = measure.log(values)
-    codes = rows.blocks(logs)
-    if rows.n == 0 or codes.max(initial=-1) < 0:
-        return np.full(rows.n, -1, np.int64)
-    order = np.argsort(logs, kind="stable")
-    ends = np.searchsorted(codes[order], np.arange(codes.max() + 2))
-    middle = order[(ends[:-1] + ends[1:] - 1) // 2]
+    codes, middle = rows.runs(logs)
+    if not len(middle):
+        return codes
     found: I64 = measure.bin_of(logs[middle])[codes]
     return found
 
@@ -414,7 +415,7 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
     if params.doublet_rate:
         ch_space = ch.sub("space", params.space)
         space, x = await shared_pca.site(
-            ch_space, params.space, mine.genes, mine.thresholds, entropy=entropy, identity=identity
+            ch_space, params.space, mine.genes, mine.thresholds, entropy=entropy, identity=identity, everyone=True
         )  # L5
         prototypes = None
         if filled(found):
@@ -441,7 +442,7 @@ async def coordinator(ch: Channel, params: Params) -> Quality:
     found = await add(opened, params, "L3", MEASURES, None)  # L3
     cutoffs, threshold = cutoffs_of(params, found), np.inf
     if params.doublet_rate:
-        await shared_pca.coordinator(ch.sub("space", params.space), params.space)  # L5
+        await shared_pca.coordinator(ch.sub("space", params.space), params.space, everyone=True)  # L5
         if filled(found):
             await shared_prototypes.coordinator(
                 ch.sub("prototypes", params.prototypes), params.prototypes, finish=False

@@ -11,9 +11,9 @@ from cloister.arrays import F64, Bits
 from cloister.cells import tables as cells
 from cloister.cells.genes import check_unique
 from cloister.disclosure import Rows, Thresholds
-from cloister.errors import DataError, ParameterError
+from cloister.errors import DataError, ParameterError, RefusedError
 from cloister.session import Outcome, RemoteSession, Session
-from cloister.study import Study
+from cloister.study import CONSENTS, Study
 from cloister.workflows import Workflow
 from cloister.workflows.common import gene_moments
 from cloister.workflows.modes import modes_of
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 KEY = "quality_control"
 COLUMNS = {"counts": "total_counts", "genes": "n_genes_by_counts", "mito": "pct_counts_mt"}  # scanpy's names
 SCORES = "doublet_score"
+PREFIXES = ("MT-", "MT.", "MT_", "MT:", "")  # of mitochondrial genes alone; any other prefix names other genes
+FLAGS = ("qc_pass", "predicted_doublet", SCORES)  # depend on what other parties send
+CONSENT = "quality-flags"
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,15 @@ class Options:
     cutoff: float = option(
         5.0, "distance of cut-offs from the pooled median, in median absolute deviations; below 0.5, a quantile"
     )
-    mito_prefix: str = option("MT-", "prefix of the names of mitochondrial genes, in upper or lower case")
+    mito_prefix: str = option(
+        "MT-",
+        "prefix of the names of mitochondrial genes: MT-, MT., MT_ or MT:, in upper or lower case; empty disables",
+    )
     doublet_rate: float = option(0.06, "expected fraction of doublets; 0 disables doublet scores")
     drop: bool = option(
-        default=False, help="remove cells that fail or are predicted doublets; at a site where these are too few, none"
+        default=False,
+        help="remove cells that fail or are predicted doublets; at a site where these are too few, none; needs the"
+        " consent of every site",
     )
     donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
 
@@ -52,8 +60,11 @@ class Options:
             )
         if not 0 <= self.doublet_rate <= 0.5:
             raise ParameterError(f"option 'doublet_rate' must be from 0 to 0.5, found {self.doublet_rate}")
-        if not self.mito_prefix:
-            raise ParameterError("option 'mito_prefix' must not be empty; a prefix that no gene has disables it")
+        if self.mito_prefix.upper() not in PREFIXES:
+            raise ParameterError(
+                f"option 'mito_prefix' must be {', '.join(PREFIXES[:-2])} or {PREFIXES[-2]}, or empty, found"
+                f" '{self.mito_prefix}': histograms of other genes show how many cells express them"
+            )
 
 
 def quality_control(adata: AnnData, session: Session | RemoteSession, *, copy: bool = False) -> AnnData | None:
@@ -86,7 +97,29 @@ def quality_control(adata: AnnData, session: Session | RemoteSession, *, copy: b
     return adata if copy else None
 
 
+def use_of_flags(study: Study, options: Options) -> str:
+    """What later steps of a study take from this one that another party can move; empty if nothing."""
+    if options.drop:
+        return "drop"
+    for step in study.steps[study.at :] if study.at else ():
+        for name, value in step.options.items():
+            named = (value,) if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
+            if any(column in FLAGS for column in named):
+                return f"{name} of step '{step.name}'"
+    return ""
+
+
+def check_consent(session: Session, options: Options) -> None:
+    """Raise `RefusedError` before anything is sent, if this site's own settings do not allow the use of flags."""
+    if (use := use_of_flags(session.study, options)) and CONSENT not in session.consent:
+        raise RefusedError(
+            f"'{session.me}' does not consent to {CONSENTS[CONSENT]} ({use}); add \"{CONSENT}\" to [approve] consent in"
+            " local/site.toml, or agree on a study without"
+        )
+
+
 def site(session: Session, adata: AnnData, options: Options) -> Outcome:
+    check_consent(session, options)
     donor = None if options.donor_key is None else cells.donor_codes(adata, options.donor_key)
     least = session.thresholds(min_cells=Thresholds().min_cells, min_donors=Thresholds().min_donors)
     measured = measures(adata, options)
@@ -127,7 +160,7 @@ def params_of(session: Session, options: Options) -> protocol.Params:
 
 
 def mitochondrial(adata: AnnData, prefix: str) -> Bits:
-    return np.array([str(name).upper().startswith(prefix.upper()) for name in adata.var_names], bool)
+    return np.array([bool(prefix) and str(name).upper().startswith(prefix.upper()) for name in adata.var_names], bool)
 
 
 def measures(adata: AnnData, options: Options) -> F64:
@@ -203,7 +236,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
             " doublet_rate=0"
         )
     notes = []
-    if not mitochondrial(adata, options.mito_prefix).any():
+    if options.mito_prefix and not mitochondrial(adata, options.mito_prefix).any():
         notes.append(
             f"no gene name begins with '{options.mito_prefix}': this site has no mitochondrial share, and no cut-off"
             " on it"
@@ -217,10 +250,13 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 def warnings(study: Study, options: Options) -> list[str]:
     """What is open in the security argument, before the run."""
+    if not (use := use_of_flags(study, options)):
+        return []
     return [
-        "drop: another party can move cut-offs so that two runs drop cells which differ in one, and sums of later steps"
-        " then show it; drop cells of one file once, and save them (docs/security/cell_quality.md, open finding)"
-    ][: options.drop]
+        f"{use}: another party can move cut-offs so that two runs drop or flag cells which differ in one, and sums of"
+        " later steps then show it; drop cells of one file once, and save them (docs/security/cell_quality.md, open"
+        " finding)"
+    ]
 
 
 WORKFLOW = Workflow(

@@ -550,8 +550,12 @@ async def site(
     *,
     entropy: Entropy,
     identity: Identity,
+    everyone: bool = False,
 ) -> tuple[Space, F64]:
-    """Be u; `thresholds` can only raise those of `params`. Returns the shared space, and the cells of u in it."""
+    """Be u; `thresholds` can only raise those of `params`. Returns the shared space, and the cells of u in it.
+
+    With `everyone`, a dropout ends the run: a coordinator that claims one sees no sums without this site.
+    """
     check_site(params, mine)
     S, least = params.coordinator, params.thresholds
     if thresholds is not None:
@@ -565,6 +569,8 @@ async def site(
     moments = own.sums()  # L2
 
     async def step(ch: Channel, sites: tuple[Party, ...]) -> Space:
+        if everyone and set(sites) != set(params.sites):
+            raise ProtocolAbort(NAME, "L3", "left-out", "the coordinator goes on without a site, and all are needed")
         seed_of = params.seed_of(sites)
         seed = await common_seed.site(ch.sub("seed", seed_of), seed_of, entropy=entropy, identity=identity)
 
@@ -591,8 +597,8 @@ async def site(
     return space, place(params, space, mine)  # L7
 
 
-async def coordinator(ch: Channel, params: Params) -> Space:
-    """Play S. Sites that drop out are left out, as long as a quorum remains."""
+async def coordinator(ch: Channel, params: Params, *, everyone: bool = False) -> Space:
+    """Play S. Sites that drop out are left out, as long as a quorum remains; with `everyone`, none is."""
     agreement = common_genes.Params(params.sites, params.coordinator)
     agreed = await common_genes.coordinator(ch.sub("genes"), agreement)  # L1
     g = len(agreed.names)
@@ -617,9 +623,9 @@ async def coordinator(ch: Channel, params: Params) -> Space:
         await consistency_check.coordinator(ch, params.view(sites))  # L7
         return _space(agreed.names, chosen, result)
 
-    space, _ = await retry_without_dropouts.lead(
-        ch.sub("fit"), params.sites, ch.agreement.quorum(len(params.sites)), step
-    )
+    n = len(params.sites)
+    least = n if everyone else ch.agreement.quorum(n)
+    space, _ = await retry_without_dropouts.lead(ch.sub("fit"), params.sites, least, step)
     return space
 
 
