@@ -312,13 +312,14 @@ class Kit:
     @property
     def donor_key(self) -> str | None:
         """The column that names donors in any step of the study."""
-        keys = [part.parameters.get("donor_key", part.parameters.get("sample_key")) for part in self.study.parts]
-        return next((str(key) for key in keys if key), None)
+        return own_cells.donor_key(self.study)
 
     def check_differences(self, policy: Policy, adata: AnnData, matrix: str) -> None:
         """Raise `Refusal` if these cells differ from those of an earlier run in too few."""
         least = Thresholds().raised(policy.floors)
-        self.answered(policy).check(adata, matrix, self.donor_key, least, own_cells.columns_read(self.study))
+        key, columns = self.donor_key, own_cells.columns_read(self.study)
+        groups = own_cells.donor_groups(self.study, adata, policy.floors)
+        self.answered(policy).check(adata, matrix, key, least, columns, groups)
 
     def count_run(self, policy: Policy, adata: AnnData | None = None) -> None:
         """Count one run more, or raise `Refusal`. A run counts from its start, since an aborted one reveals too."""
@@ -330,7 +331,8 @@ class Kit:
                     least = None if entry.small_change else Thresholds().raised(policy.floors)
                     columns = own_cells.columns_read(self.study)
                     key, name = self.donor_key, self.study.name
-                    self.answered(policy).admit(adata, entry.data.matrix, key, name, least, columns)
+                    groups = own_cells.donor_groups(self.study, adata, policy.floors)
+                    self.answered(policy).admit(adata, entry.data.matrix, key, name, least, columns, groups)
                 self.budget(policy).charge(entry.data.matrix, self.study, entry.cost)
             for key in (self.study.digest.hex(), *(part.workflow for part in self.study.parts)):
                 counts[key] = counts.get(key, 0) + 1

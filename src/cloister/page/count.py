@@ -56,7 +56,7 @@ def main() -> None:
     try:
         kit = Kit.open(sys.argv[1])
         adata = open_cells(kit, kit.policy())
-        of = f" of {donors(adata, kit.donor_key)} donors" if kit.donor_key else ""
+        of = f" of {donors(adata, kit.donor_key)} donors" if kit.donor_key in adata.obs else ""
         words = f"{adata.n_obs:,} cells{of}, {adata.n_vars:,} genes"
     except CloisterError as e:
         words = str(e)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from cloister.arrays import I64
 from cloister.cells import tables as cells
 from cloister.disclosure import Contribution, Rows, Thresholds
 from cloister.errors import DataError, ParameterError, RefusedError
@@ -193,6 +195,16 @@ def groups_of(adata: AnnData, options: Options, thresholds: Thresholds) -> Donor
     groups.check()
     groups.held_out(options.hold_out, np.random.default_rng(0))
     return groups
+
+
+def group_of_cells(adata: AnnData, options: Options, floors: Mapping[str, int]) -> I64 | None:
+    """The group of each cell's donor, -1 for none, for comparison with earlier runs; None for other inputs."""
+    if drawn_per(options) != "group" or not {options.sample_key, options.target_key} <= set(adata.obs):
+        return None
+    names = adata.obs[options.sample_key].astype(str).to_numpy()
+    thresholds = Thresholds(options.min_cells, options.min_donors).raised(floors)
+    groups = DonorGroups.of(donor_classes(adata, options), names, thresholds)
+    return np.asarray(groups.codes[np.searchsorted(groups.donors, names)], np.int64)
 
 
 def check_thresholds(adata: AnnData, options: Options, thresholds: Thresholds) -> None:
@@ -527,6 +539,7 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     reads=lambda options, site: ("sample_key", "target_key"),
+    groups=group_of_cells,
     writes=("uns['cloister']['cellcnn']",),
     check_study=check_study,
     warnings=warnings,
