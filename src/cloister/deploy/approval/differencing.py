@@ -351,7 +351,7 @@ def _persons(n: int, sets: list[RowPrints], places: list[I64]) -> I64:
     cells = np.concatenate(places)
     donor = np.concatenate([np.searchsorted(names, rows.donor) + n for rows in sets if rows.donor is not None])
     size = n + len(names)
-    _, found = connected_components(coo_matrix((np.ones(len(cells)), (cells, donor)), shape=(size, size)), False)
+    _, found = connected_components(coo_matrix((np.ones(len(cells)), (cells, donor)), shape=(size, size)), directed=False)
     return np.asarray(np.unique(found[:n], return_inverse=True)[1], np.int64)
 
 

@@ -122,7 +122,8 @@ class DonorGroups:
     def fence(self, x: F64, names: Array) -> pooled_scaling.Fence:
         """The range that enough cells of all groups reach, also of those that are held out: the same in every run."""
         rows, whose = self.rows(names)
-        return pooled_scaling.Fence.of(x[rows], Rows(len(rows), whose, self.thresholds))
+        rows, first = np.unique(rows, return_index=True)  # a cell that occurs several times is one cell
+        return pooled_scaling.Fence.of(x[rows], Rows(len(rows), whose[first], self.thresholds))
 
     def inputs(self, cells: F64) -> tuple[F64, Contribution]:
         """The mean of each group, from the cells that `rows` names: for use at this site, and to be sent encrypted."""

@@ -247,6 +247,11 @@ def check_held_out(options: Options, thresholds: Thresholds) -> None:
             f"hold_out={options.hold_out} donors per class are fewer than min_donors = {thresholds.min_donors}, which"
             " this site's own settings raised; agree on a larger hold_out, or leave this site out of the study"
         )
+    if options.hold_out and not options.preset and options.n_cells < thresholds.min_cells:
+        raise DataError(
+            f"n_cells={options.n_cells} cells per held-out input are fewer than min_cells = {thresholds.min_cells};"
+            " agree on a larger n_cells, or leave this site out of the study"
+        )
 
 
 def train_cellcnn(adata: AnnData, session: Session | RemoteSession) -> cellcnn.Model:
@@ -317,16 +322,16 @@ def models_of(adata: AnnData, session: Session, options: Options) -> tuple[list[
     """Every model that was trained, this site's cells in their units, and the inputs that none of them saw."""
     sites, hub = session.sites, session.coordinator
     donors = donor_classes(adata, options)
+    names = adata.obs[options.sample_key].astype(str).to_numpy()
+    thresholds = thresholds_of(session, options)
+    groups = groups_of(adata, options, thresholds) if drawn_per(options) == "group" else None
     terms = session.run(
         cellcnn_terms.site,
         cellcnn_terms.Params(sites, hub),
         [str(v) for v in adata.var_names],
-        sorted(set(donors.values())),
+        sorted(set(donors.values() if groups is None else groups.labels)),
     )
-    names = adata.obs[options.sample_key].astype(str).to_numpy()
-    thresholds, groups = thresholds_of(session, options), None
-    if drawn_per(options) == "group":
-        groups = groups_of(adata, options, thresholds)
+    if groups is not None:
         kept = groups.held_out(options.hold_out, session.rng("hold out"))
     else:
         kept = held_out(donors, options.hold_out, session.rng("hold out"))
@@ -334,7 +339,8 @@ def models_of(adata: AnnData, session: Session, options: Options) -> tuple[list[
     options = settle(session, options, len(terms.classes), donor_rows(names[~out], thresholds))
     X = cells.embedding(adata, None)[:, match_columns([str(v) for v in adata.var_names], terms.markers)]
     x = np.arcsinh(X / options.cofactor) if options.cofactor else X
-    y = np.array([terms.classes.index(c) for c in adata.obs[options.target_key].astype(str)])
+    known = {c: k for k, c in enumerate(terms.classes)}  # without classes that have no group at any site
+    y = np.array([known.get(c, -1) for c in adata.obs[options.target_key].astype(str)])
     rows, whose = np.flatnonzero(~out), np.unique(names[~out], return_inverse=True)[1]
     if groups is not None:
         rows, whose = groups.without(kept).rows(names)
@@ -345,7 +351,8 @@ def models_of(adata: AnnData, session: Session, options: Options) -> tuple[list[
     prepared = cellcnn.standardise(x, 0.0, mean, scale)
     held, drawn, part = None, drawn_of(options), None
     if out.any():
-        held = Held.of(prepared[out], names[out], y[out], drawn, thresholds, session.rng("held out"))
+        seen = prepared[out] if fence is None else cellcnn.standardise(fence.hold(x[out]), 0.0, mean, scale)
+        held = Held.of(seen, names[out], y[out], drawn, thresholds, session.rng("held out"))
     if groups is not None and fence is not None:
         inputs, labels, part = of_groups(groups.without(kept), terms, cellcnn.standardise(used, 0.0, mean, scale))
         if held is not None:
