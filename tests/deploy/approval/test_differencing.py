@@ -312,3 +312,46 @@ def test_two_steps_of_one_study_are_compared(answered, cells):
 def test_smaller_agreed_groups_are_not_refused_by_themselves(answered, cells):
     run_grouped(answered, cells, "a", least=Thresholds(10, 2))
     run_grouped(answered, cells, "a", least=Thresholds(10, 2))
+
+
+def trained(tmp_path, donors, cells_each=30, **options):
+    """Basel's kit of a study of train-cellcnn that does not write sample_key, and a file of its cells."""
+    parties = {"hub": "coordinator", "basel": "site", "lugano": "site", "vienna": "site"}
+    network = {"host": "localhost", "port": 18779}
+    study = Study("cellcnn", "train-cellcnn", parties, network=network, parameters={"keep": "x", **options})
+    kit = Kit.open(provision(study, tmp_path)["basel"])
+    rng = np.random.default_rng(0)
+    names = np.repeat([f"d{i:02}" for i in range(donors)], cells_each)
+    adata = AnnData(rng.normal(size=(len(names), 4)), obs={"donor": names, "condition": "a"})
+    adata.obs_names = [f"c{i}" for i in range(len(names))]
+    write_cells(adata, kit.path / "cells.h5ad")
+    return kit
+
+
+def without_donor(kit, name):
+    adata = read_cells(kit.path / "cells.h5ad")
+    write_cells(adata[adata.obs["donor"] != name].copy(), kit.path / "cells.h5ad")
+
+
+def test_the_default_column_of_donors_is_counted(tmp_path):
+    """One donor of 30 cells fewer passed: the study does not write sample_key, so nobody counted donors."""
+    kit = trained(tmp_path, 12)
+    assert kit.donor_key == "donor"
+    assert kit.approve("Ann").data.donors == 12
+    kit.count_run(kit.policy(), read_cells(kit.path / "cells.h5ad"))
+    without_donor(kit, "d11")
+    with pytest.raises(RefusedError, match="by 30 cell.s. of 1 donor.s., fewer than 10 cells or 3 donors"):
+        kit.approve("Ann")
+
+
+def test_a_kit_compares_the_groups_of_two_studies_on_the_same_cells(tmp_path):
+    kit = trained(tmp_path / "one", 12)
+    kit.approve("Ann")
+    kit.count_run(kit.policy(), read_cells(kit.path / "cells.h5ad"))
+    stored = kit.answered(kit.policy())._load()
+    assert len(np.unique(stored[0].rows.groups)) == 4
+    other = trained(tmp_path / "two", 12, min_donors=4)
+    for name in ("answered.key", "answered.npz"):
+        (other.path / "local" / name).write_bytes((kit.path / "local" / name).read_bytes())
+    with pytest.raises(RefusedError, match="means of groups of donors in this run and 1 earlier"):
+        other.approve("Ann")
