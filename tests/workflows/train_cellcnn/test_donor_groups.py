@@ -175,7 +175,7 @@ def test_gradients_at_any_model_are_combinations_of_group_means():
 
 
 def test_a_cell_that_stands_for_many_counts_once_in_the_range():
-    """Three donors of four cells, each of which occurs 50 times: before, one cell of each could be the end of a range."""
+    """Three donors of four cells, each 50 times: before, one cell of each could be the end of a range."""
     x, names, classes = site([200] * 9 + [4] * 3, markers=2)
     far = [np.flatnonzero(names == f"d{i}")[0] for i in (9, 10, 11)]
     x[far, 0] = 1e3
@@ -200,7 +200,7 @@ def test_a_class_of_one_donor_is_not_named_to_the_others():
     data = {p: cells_at(p, [*"aaabbb", *extra]) for p, extra in (("u", ["rare disease"]), ("v", []), ("w", []))}
     run = rehearse("train-cellcnn", data=data, mode="plain", n_steps=1, n_filters=2)
     assert run.outcomes["v"].model.classes == ("a", "b")
-    assert run.outcomes["u"].results["donors"] == 7  # at home, with its own class
+    assert run.outcomes["u"].result["donors"] == 7  # at home, with its own class
 
 
 def test_held_out_inputs_of_few_cells_are_refused():
@@ -240,3 +240,21 @@ def test_tables_of_many_steered_models_show_single_held_out_donors():
     assert tables.donors == 4
     steps = planes[1:][np.diff(tables.values[:, 1, 0, 1]) != 0]
     np.testing.assert_allclose(steps, np.sort(held.donors[:, 0]), atol=0.01)  # the mean of every donor
+
+
+def test_the_number_of_cells_of_one_donor_changes_the_groups_of_all():
+    """Not names and classes alone: so the site compares the groups of runs on other cells (`differencing`)."""
+    _, names, _ = site([30] * 12)
+    classes = dict.fromkeys(np.unique(names), "a")
+    first = DonorGroups.of(classes, names, Thresholds(10, 3))
+    gone = np.flatnonzero(names == "d0")[2:]
+    fewer = DonorGroups.of(classes, np.delete(names, gone), Thresholds(10, 3))
+    assert np.bincount(first.codes).tolist() == [3, 3, 3, 3]
+    assert np.bincount(fewer.codes).tolist() == [5, 7]  # two cells of each donor count
+
+
+@pytest.mark.parametrize(("n", "sizes"), [(3, [3]), (5, [5]), (6, [3, 3]), (8, [3, 5]), (11, [3, 3, 5])])
+def test_the_last_group_has_the_donors_that_are_left(n, sizes):
+    _, names, _ = site([30] * n)
+    groups = DonorGroups.of(dict.fromkeys(np.unique(names), "a"), names, Thresholds(10, 3))
+    assert np.bincount(groups.codes).tolist() == sizes

@@ -14,9 +14,9 @@ Labels count too. If a group of cells with the same label has at least `min_cell
 by fewer, whether cells were added, removed or relabelled; nor may fewer cells have changed in any column of obs that
 both studies read.
 
-Some workflows open functions of means over groups of donors. Groups of two runs can differ, because thresholds, classes,
-names or donors did. Groups of all runs are stored, and a run is rejected if a combination of means of its groups and
-of earlier ones would give one donor more than 1 / `min_donors` of its squared length.
+Some workflows open functions of means over groups of donors. Groups of two runs can differ, because thresholds,
+classes, names or donors did. Groups of all runs are stored, and a run is rejected if a combination of means of its
+groups and of earlier ones would give one donor more than 1 / `min_donors` of its squared length.
 
 Every row has three fingerprints: of its name, of its values, and of the names of the genes that are not zero. The last
 one is the same after another normalisation and in another order of genes; it is used where it tells most rows apart.
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -337,8 +337,8 @@ def _check_groups(earlier: list[Answered], new: RowPrints, kind: str, least: Thr
     if worse.max() > (1 + 1e-6) / least.min_donors:
         raise Refusal(
             f"means of groups of donors in this run and {len(sets) - 1} earlier one(s), combined, rest on about "
-            f"{1 / worse.max():.1f} donor(s), fewer than {least.min_donors}; use the thresholds, classes and donors of the "
-            f"earlier runs; to allow it: {ALLOW}"
+            f"{1 / worse.max():.1f} donor(s), fewer than {least.min_donors}; use the thresholds, classes and donors of "
+            f"the earlier runs; to allow it: {ALLOW}"
         )
 
 
@@ -351,7 +351,8 @@ def _persons(n: int, sets: list[RowPrints], places: list[I64]) -> I64:
     cells = np.concatenate(places)
     donor = np.concatenate([np.searchsorted(names, rows.donor) + n for rows in sets if rows.donor is not None])
     size = n + len(names)
-    _, found = connected_components(coo_matrix((np.ones(len(cells)), (cells, donor)), shape=(size, size)), directed=False)
+    edges = coo_matrix((np.ones(len(cells)), (cells, donor)), shape=(size, size))
+    _, found = connected_components(edges, directed=False)
     return np.asarray(np.unique(found[:n], return_inverse=True)[1], np.int64)
 
 
