@@ -251,7 +251,7 @@ def test_n10_summaries_of_a_training_name_what_it_opens_in_the_clear():
     for a in data.values():
         a.obs["donor"] = [f"d{i % 12}" for i in range(a.n_obs)]
     run = rehearse("train-cellcnn", data, mode="plain", **{**TRAINING, "hold_out": 3, "scaling": "pooled"})
-    opened = {e.name for e, _ in run.receipts["coordinator"].entries if e.kind == "opened"}
+    opened = {e.name for e, _ in run.receipts[SITES[0]].entries if e.kind == "contributed"}
     assert {w for w in words if any(o.startswith(w) for o in opened)} == set(words)
     for mode, declared in workflows.get("train-cellcnn").modes.items():
         text = " ".join(what for _, what in declared.learns)

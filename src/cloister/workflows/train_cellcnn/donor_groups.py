@@ -10,10 +10,10 @@ cells. An input is the mean of one group, so whatever is opened is a function of
     values far beyond what enough cells of all groups reach are set to an end of that range      `fence`
     means of the groups' donors                                                                  `inputs`
 
-Groups follow from names, classes, thresholds and the numbers of cells of donors: neither values, nor the seed, nor other
-parties change them, and donors are held out by whole groups. So several runs at the same donors and thresholds open
-functions of the same means. Groups of runs that differ are compared at the site (`approval.differencing`). The sums of
-`pooled_scaling` are over the same cells with the same weights, so they are functions of these groups, too.
+Groups follow from names, classes, thresholds and the numbers of cells of donors: neither values, nor the seed, nor
+other parties change them, and donors are held out by whole groups. So several runs at the same donors and thresholds
+open functions of the same means. Groups of different runs are compared at the site (`approval.differencing`). The sums
+of `pooled_scaling` are over the same cells with the same weights, so they are functions of these groups, too.
 """
 
 from __future__ import annotations
