@@ -344,6 +344,18 @@ def test_the_default_column_of_donors_is_counted(tmp_path):
         kit.approve("Ann")
 
 
+def test_a_site_that_raises_min_donors_can_train(tmp_path):
+    """Its floor refused every such study, which names donors by sample_key: nobody could raise it."""
+    kit = trained(tmp_path, 12, min_donors=4)
+    text = kit.policy_file.read_text()
+    kit.policy_file.write_text(text.replace("# min_donors = 3", "min_donors = 4"))
+    assert kit.policy().floors["min_donors"] == 4
+    kit.approve("Ann")
+    kit.policy_file.write_text(text.replace("# min_donors = 3", "min_donors = 5"))
+    with pytest.raises(RefusedError, match="at least 5 donors .*opens what 4 have in common"):
+        kit.approve("Ann")
+
+
 def test_a_kit_compares_the_groups_of_two_studies_on_the_same_cells(tmp_path):
     kit = trained(tmp_path / "one", 12)
     kit.approve("Ann")

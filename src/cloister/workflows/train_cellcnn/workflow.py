@@ -531,10 +531,16 @@ def warnings(study: Study, options: Options) -> list[str]:
         ]
     if not options.open_model:
         return []
-    return [
+    notes = [
         "open_model: one malicious site can steer the opened weights towards the mean of one group of min_donors ="
         f" {options.min_donors} or more donors of another site, but not of fewer"
     ]
+    if options.hold_out:
+        notes.append(
+            "hold_out: tables of held-out donors count at least min_donors donors each, but the tables of two models"
+            f" can differ by one donor; this study opens {options.n_models} table(s), and every further run adds some"
+        )
+    return notes
 
 
 WORKFLOW = Workflow(
