@@ -43,6 +43,7 @@ HOW_TO = (
         "plots",
         "deploy",
         "bin-values",
+        "quality-control",
         "choose-genes",
         "shared-pca",
         "integrate",

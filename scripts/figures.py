@@ -190,6 +190,18 @@ def integrate() -> Figure:
         )
 
 
+def quality_control() -> Figure:
+    from cloister.workflows.quality_control.figures import draw_quality, limits_in_words, measures_in
+
+    run = cl.rehearse("quality-control", data=cl.demo_sites())
+    found = run.data["basel"].uns["quality_control"]
+    names = measures_in(found)
+    with canvas(len(names), width=10.4, height=2.9) as c:
+        draw_quality(c, found)
+        told = limits_in_words(found, "total_counts")
+        return done(c, "quality-control", f"Counts, genes and doublet scores of three sites; counts that pass: {told}.")
+
+
 def choose_genes() -> Figure:
     sites = cl.demo_sites()
     run = cl.rehearse("choose-genes", data=sites, n_top_genes=300)
@@ -373,7 +385,7 @@ def propagate_labels() -> Figure:
     for p, a in sites.items():
         keep = rng.random(a.n_obs) < (0 if p == "vienna" else 0.2)
         a.obs["some"] = a.obs["cell_type"].astype(object).where(keep)
-    run = cl.rehearse("propagate-labels", data=sites, label_key="some", bits=1024, timeout=600.0)
+    run = cl.rehearse("propagate-labels", data=sites, label_key="some", use_rep="X_pca", bits=1024, timeout=600.0)
     a = run.data["vienna"]
     truth = a.obs["cell_type"].astype(str)
     names = truth.value_counts().index[:6].tolist()
@@ -399,7 +411,7 @@ def fine_tune() -> Figure:
     from cloister.cells import tables
 
     sites, truth, held = hidden_labels(0.2)
-    run = cl.rehearse("fine-tune", data=sites, label_key="known")
+    run = cl.rehearse("fine-tune", data=sites, label_key="known", use_rep="X_pca")
     baseline = linear_accuracy({p: tables.embedding(a, "X_pca") for p, a in sites.items()}, truth, held)
     pooled, alone = baseline.items()
     table = dict([pooled, ("cloister, hardened", hit_rate(run, truth, held)), alone])
@@ -595,6 +607,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "bin-values": bin_values,
     "shared-pca": shared_pca,
     "integrate": integrate,
+    "quality-control": quality_control,
     "choose-genes": choose_genes,
     "cluster-cells": cluster_cells,
     "find-markers": find_markers,

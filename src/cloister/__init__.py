@@ -21,6 +21,7 @@ from cloister._version import __version__
 _WORKFLOWS = (  # each has a function of its name, the part of a site
     "bin_values",
     "find_outliers",
+    "quality_control",
     "choose_genes",
     "shared_pca",
     "integrate",
@@ -68,6 +69,7 @@ _PUBLIC = {
     "cellcnn_baselines": "papers.baselines.cellcnn",
     "propagation_baselines": "papers.baselines.propagation",
     "adaptation_baselines": "papers.baselines.adaptation",
+    "advise": "rehearsal.advise",
 } | {name: f"workflows.{name}.workflow" for name in _WORKFLOWS}
 _MODULES = ("pl", "pp", "tl")
 

@@ -12,7 +12,7 @@ from cloister.errors import ParameterError, UsageError
 from cloister.study import Study
 from cloister.workflows.pipeline import check_steps
 
-CHAIN = ["choose-genes", "shared-pca", "integrate", "cluster-cells", "find-markers"]
+CHAIN = ["quality-control", "choose-genes", "shared-pca", "integrate", "cluster-cells", "find-markers"]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -32,7 +32,7 @@ def test_atlas_chains_the_pipeline_and_explains_every_step(tmp_path):
     assert [part.workflow for part, _, _ in check_steps(study)] == CHAIN
     assert sorted(study.sites) == ["basel", "lugano", "vienna"]
     text = path.read_text()
-    assert [f"Step {i}" for i in range(1, 6)] == re.findall(r"^# (Step \d)\.", text, flags=re.MULTILINE)
+    assert [f"Step {i}" for i in range(1, 7)] == re.findall(r"^# (Step \d)\.", text, flags=re.MULTILINE)
     # an option in a comment is one that the step has
     for part, workflow, _ in check_steps(study):
         block = text.split(f'workflow = "{part.workflow}"')[1].split("[[step]]")[0]

@@ -9,7 +9,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedErr
 from cloister.models import cellcnn
 from cloister.rehearsal.rehearsal import plan, rehearse, run_parties
 from cloister.rehearsal.run import workflow_part
-from cloister.study import Party
+from cloister.study import Party, Study
 from cloister.workflows import check_plan
 from cloister.workflows.predict_cellcnn import cellcnn_card
 from cloister.workflows.train_cellcnn import figures as cellcnn_report

@@ -30,6 +30,7 @@ from cloister.demo.statistics import (
     find_programs,
     integrate,
     model_outcome,
+    quality_control,
     shared_pca,
 )
 from cloister.demo.story import Story
@@ -39,6 +40,7 @@ from cloister.report.page import write_report
 
 DEMOS: dict[str, Callable[[Story, Tell], Played]] = {  # in the order of the story
     "bin-values": bin_values,
+    "quality-control": quality_control,
     "choose-genes": choose_genes,
     "shared-pca": shared_pca,
     "integrate": integrate,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import scipy.sparse
 
 from cloister.cells import tables as cells
 from cloister.cells.genes import genes_in_common
@@ -23,6 +24,7 @@ from cloister.workflows.bin_values.workflow import digitise, spread
 from cloister.workflows.find_programs import program_baselines
 from cloister.workflows.integrate.harmony_steps import Cells, Params, together
 from cloister.workflows.model_outcome import outcome_baselines
+from cloister.workflows.quality_control.baselines import doublet_scores
 
 TREES = 400  # with 100, chance moves an area by 0.013, a third of what is to be seen
 
@@ -111,6 +113,28 @@ def integrate(story: Story, tell: Tell) -> Played:
         rows.append(("integrate", mode, "mixed", alone, found, pooled, leak, *cost_of(run)))
     story.integrated = runs[0].data
     return runs, rows
+
+
+def quality_control(story: Story, tell: Tell) -> Played:
+    """Area under the curve of doublets that were planted at every site; one site has forty cells."""
+    rng, sites, truth = np.random.default_rng(0), {}, {}
+    for i, (p, a) in enumerate(story.sites.items()):
+        at = rng.permutation(a.n_obs)[: 44 if i == 2 else a.n_obs]
+        n = len(at) // 13  # a pair of cells becomes one
+        whole = a[at[n:]].copy()
+        whole.X = scipy.sparse.csr_matrix(whole.X, dtype=np.float64)
+        other = scipy.sparse.vstack([scipy.sparse.csr_matrix(a[at[:n]].X), whole.X[n:] * 0]).tocsr()
+        whole.X, sites[p], truth[p] = (whole.X + other).tocsr(), whole, np.arange(len(at) - n) < n
+    sent = Sent(*MASKED)
+    run = rehearse("quality-control", sites, on_event=tell, on_frame=sent)
+    of, planted = np.repeat(list(sites), [a.n_obs for a in sites.values()]), np.concatenate([*truth.values()])
+    counts = {p: a.X for p, a in sites.items()}
+    alone = np.concatenate([doublet_scores(x, np.zeros(x.shape[0])) for x in counts.values()])
+    together = np.concatenate([run.data[p].obs["doublet_score"] for p in sites])
+    pooled = doublet_scores(scipy.sparse.vstack([*counts.values()]), of)
+    figures = (f"{auroc(v, planted):.3f}" for v in (alone, together, pooled))
+    leak = attacks.own_largest(run.data["basel"].uns["quality_control"], counts)
+    return [run], [("quality-control", "hardened", "AUROC", *figures, leak, *cost_of(run))]
 
 
 def choose_genes(story: Story, tell: Tell) -> Played:

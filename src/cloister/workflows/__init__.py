@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 SHIPPED = (
     "bin-values",
     "find-outliers",
+    "quality-control",
     "choose-genes",
     "shared-pca",
     "integrate",

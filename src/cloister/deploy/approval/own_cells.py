@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from cloister.arrays import I64
 from cloister.cells import files as cell_files
+from cloister.cells.files import Settings
 from cloister.cells.fingerprint import Fingerprint, fingerprint
 from cloister.cells.tables import donors
-from cloister.deploy.approval.approval import Refusal
+from cloister.deploy.approval.approval import Approvals, Refusal
 from cloister.errors import DataError, about
 from cloister.study import Party, Study
 from cloister.workflows import check_plan, pipeline, site_labels
@@ -21,10 +22,36 @@ from cloister.workflows.options import opening_floor
 if TYPE_CHECKING:
     from anndata import AnnData
 
-    from cloister.deploy.kit import Kit, Policy
+
+class OwnPolicy(Protocol):
+    """What `local/site.toml` says about a site's cells."""
+
+    @property
+    def data(self) -> Path | None: ...
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def obs(self) -> Mapping[str, str]: ...
+    @property
+    def obsm(self) -> Mapping[str, str]: ...
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+    @property
+    def floors(self) -> Mapping[str, int]: ...
 
 
-def open_cells(kit: Kit, policy: Policy) -> AnnData:
+class OwnKit(Protocol):
+    """Whose cells they are, for which study, and what was approved for it."""
+
+    @property
+    def study(self) -> Study: ...
+    @property
+    def me(self) -> Party: ...
+    @property
+    def approvals(self) -> Approvals: ...
+
+
+def open_cells(kit: OwnKit, policy: OwnPolicy) -> AnnData:
     """Open this site's cells, give columns the names that the study uses, and hold them to this site's own floors."""
     if policy.data is None:
         raise DataError("local/site.toml: 'data' is missing; write where your cells are")
@@ -41,7 +68,7 @@ def open_cells(kit: Kit, policy: Policy) -> AnnData:
     return adata
 
 
-def check_floors(me: Party, part: Study, policy: Policy, adata: AnnData) -> None:
+def check_floors(me: Party, part: Study, policy: OwnPolicy, adata: AnnData) -> None:
     """Raise `Refusal` if the cells are of fewer donors than this site's policy asks for, whatever the study says.
 
     Nor may the study agree on a lower number where that number decides what is opened.
@@ -99,7 +126,7 @@ def columns_read(study: Study) -> set[str]:
     return columns
 
 
-def check_approved_cells(kit: Kit, adata: AnnData) -> Fingerprint:
+def check_approved_cells(kit: OwnKit, adata: AnnData) -> Fingerprint:
     """Raise `Refusal` unless these are the cells that were approved; returns their fingerprint.
 
     A large file that has not been written to since is not read again.
