@@ -51,6 +51,7 @@ def test_labels_that_an_earlier_step_made_are_compared_with_those_of_earlier_run
     first, second = kit.study.parts
     labels = np.where(np.arange(cells.n_obs) < 100, "0", "1")
     for moved in (0, 0, 1, 10):
+        turn._opened = False  # another run of the study
         turn._run_part(policy, Run(first), [], tmp_path)
         clustered = cells.copy()
         clustered.obs["cluster"] = np.roll(labels, moved)

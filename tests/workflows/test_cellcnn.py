@@ -9,7 +9,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedErr
 from cloister.models import cellcnn
 from cloister.rehearsal.rehearsal import plan, rehearse, run_parties
 from cloister.rehearsal.run import workflow_part
-from cloister.study import Party
+from cloister.study import Party, Study
 from cloister.workflows import check_plan
 from cloister.workflows.predict_cellcnn import cellcnn_card
 from cloister.workflows.train_cellcnn import figures as cellcnn_report
@@ -446,3 +446,12 @@ def test_batches_of_few_donors_and_inputs_of_few_cells_are_refused():
     options = {"scaling": "none", "open_model": True, "n_steps": 1, "n_inputs": 4, "batch": 4, "per": "class"}
     with pytest.raises(DataError, match="a batch is based on 2 donors"):
         rehearse("train-cellcnn", data=sites(donors=2), mode="hardened", **options)
+
+
+def test_a_study_that_opens_tables_of_held_out_donors_says_what_two_tables_show():
+    parties = {"hub": "coordinator", **dict.fromkeys(SITES, "site")}
+    study = Study("t", "train-cellcnn", parties)
+    options = train_cellcnn.Options(open_model=True, hold_out=3, n_models=4)
+    (_, note) = train_cellcnn.warnings(study, options)
+    assert "can differ by one donor; this study opens 4 table(s)" in note
+    assert len(train_cellcnn.warnings(study, train_cellcnn.Options(open_model=True))) == 1

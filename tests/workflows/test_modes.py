@@ -4,6 +4,7 @@ Each workflow is rehearsed in each mode here; conftest.py asks the same of every
 """
 
 import dataclasses
+import re
 from importlib.util import find_spec
 
 import numpy as np
@@ -11,10 +12,12 @@ import pandas as pd
 import pytest
 
 from cloister import protocols, workflows
+from cloister.errors import ParameterError
 from cloister.mpc.net.receipts import UNDECLARED
 from cloister.rehearsal.rehearsal import plan, rehearse, run_parties
 from cloister.study import Study
 from cloister.workflows.modes import LEAVES, STAYS, Mode
+from cloister.workflows.options import check_mode_options
 
 ad = pytest.importorskip("anndata")
 
@@ -229,3 +232,37 @@ def test_plain_training_says_so_before_it_starts_and_in_its_receipt(caplog):
 def test_a_plan_has_the_servers_that_its_mode_needs():
     assert plan("find-outliers", SITES, mode="published").auxiliaries == ("auxiliary",)
     assert plan("find-outliers", SITES).auxiliaries == ()
+
+
+def test_n3_hardened_modes_run_no_engine_for_parties_that_follow_the_protocol():
+    """A public key (0, 0) shows all code bits; engines by oblivious transfer lack a demonstrated check."""
+    weak = {"hamming_he", "hamming_ot", "oblivious_transfer", "pair_distances", "secure_hamming"}
+    for name in workflows.SHIPPED:
+        mode = workflows.get(name).modes.get("hardened")
+        assert mode is None or not weak & set(mode.protocols), name
+    parties = {"hub": "coordinator", **dict.fromkeys(SITES, "site")}
+    for name in ("propagate-labels", "fine-tune"):
+        for engine in ("he", "ot"):
+            with pytest.raises(ParameterError, match=f"option 'hamming' = '{engine}' exists in mode"):
+                check_mode_options(workflows.get(name).options, {"hamming": engine}, "hardened")
+            with pytest.raises(ParameterError):
+                workflows.check_plan(Study("n3", name, parties, parameters={"hamming": engine}))
+
+
+def test_n10_summaries_of_a_training_name_what_it_opens_in_the_clear():
+    """What is opened, and the words for it in the summary of each mode."""
+    words = {
+        "powers of two that enough rows": "range",
+        "rows, entries and sums": "numbers? of cells used.*values, mean, spread",
+        "right and wrong answers": "held-out donors",
+    }
+    data = sites(SITES[:2])
+    for a in data.values():
+        a.obs["donor"] = [f"d{i % 12}" for i in range(a.n_obs)]
+    run = rehearse("train-cellcnn", data, mode="plain", **{**TRAINING, "hold_out": 3, "scaling": "pooled"})
+    opened = {e.name for e, _ in run.receipts[SITES[0]].entries if e.kind == "contributed"}
+    assert {w for w in words if any(o.startswith(w) for o in opened)} == set(words)
+    for mode, declared in workflows.get("train-cellcnn").modes.items():
+        text = " ".join(what for _, what in declared.learns)
+        for what in words.values():
+            assert re.search(what, text), (mode, what)

@@ -68,6 +68,7 @@ class RowPrints:
     donor: U64 | None = None  # (n,)
     pattern: U64 | None = None  # (n,), of the names of the genes that are not zero, in any order and of any size
     columns: Mapping[str, U64] = dataclasses.field(default_factory=dict)  # of columns of obs, (n,) each
+    groups: I64 | None = None  # (n, k), the group of a cell's donor in each of k steps that open means; -1 for none
 
     @classmethod
     def of(cls, adata: AnnData, key: bytes, donor_key: str | None = None, columns: Iterable[str] = ()) -> RowPrints:

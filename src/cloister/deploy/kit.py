@@ -322,14 +322,14 @@ class Kit:
     @property
     def donor_key(self) -> str | None:
         """The column that names donors in any step of the study."""
-        keys = [part.parameters.get("donor_key", part.parameters.get("sample_key")) for part in self.study.parts]
-        return next((str(key) for key in keys if key), None)
+        return own_cells.donor_key(self.study)
 
     def check_differences(self, policy: Policy, adata: AnnData, matrix: str) -> None:
         """Raise `Refusal` if these cells differ from those of an earlier run in too few."""
         least = Thresholds().raised(policy.floors)
         columns, groups = own_cells.columns_read(self.study), own_cells.columns_read(self.study, grouped=True)
-        self.answered(policy).check(adata, matrix, self.donor_key, least, columns, groups)
+        means = own_cells.donor_groups(self.study, adata, policy.floors)
+        self.answered(policy).check(adata, matrix, self.donor_key, least, columns, groups, means)
 
     def count_run(
         self, policy: Policy, adata: AnnData | None = None, part: Study | None = None, *, more: bool = True
@@ -351,7 +351,8 @@ class Kit:
                         own_cells.columns_read(self.study, grouped=True),
                     )
                     key, name = self.donor_key, self.study.name
-                    self.answered(policy).admit(adata, entry.data.matrix, key, name, least, columns, groups)
+                    means = own_cells.donor_groups(self.study, adata, policy.floors)
+                    self.answered(policy).admit(adata, entry.data.matrix, key, name, least, columns, groups, means)
                 self.budget(policy).charge(entry.data.matrix, what, self._cost(entry, what, more=more))
             for key in ([self.study.digest.hex()] if more else []) + [one.workflow for one in what.parts]:
                 counts[key] = counts.get(key, 0) + 1

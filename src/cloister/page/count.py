@@ -56,7 +56,8 @@ def main() -> None:
     try:
         kit = Kit.open(sys.argv[1])
         adata = open_cells(kit, kit.policy())
-        of = f" of {donors(adata, kit.donor_key)} donors" if kit.donor_key else ""
+        key = kit.donor_key
+        of = f" of {donors(adata, key)} donors" if key is not None and key in adata.obs else ""
         words = f"{adata.n_obs:,} cells{of}, {adata.n_vars:,} genes"
     except CloisterError as e:
         words = str(e)

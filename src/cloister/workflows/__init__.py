@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cloister import governance, protocols
+from cloister.arrays import I64
 from cloister.errors import DataError, ParameterError, UsageError
 from cloister.session import Outcome, RemoteSession, Session
 from cloister.study import Study
@@ -83,6 +84,7 @@ class Workflow:
     reads: Callable[[Any, str], tuple[str, ...]] = _reads  # options that name what a site's cells must have
     privacy: Callable[[Any], Mapping[str, Any]] = lambda options: {}  # epsilon, delta, whom they protect; with noise
     release: Callable[[Any], tuple[str, float, int] | None] = lambda options: None  # unit, noise, sums; for accounting
+    groups: Callable[[AnnData, Any, Mapping[str, int]], I64 | None] | None = None  # of cells, if inputs are their means
     writes: tuple[str, ...] = ()  # where a site's results go, by options: "obsm[{key_added!r}]"
     stand_in: Mapping[str, Any] = field(default_factory=dict)  # options that say nothing about a file
     modules: Mapping[str, str] = field(default_factory=dict)  # protocol → its module, for those of another package

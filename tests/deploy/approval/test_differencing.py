@@ -16,6 +16,7 @@ from cloister.deploy.kit import Kit
 from cloister.disclosure import Thresholds
 from cloister.errors import ParameterError, RefusedError
 from cloister.study import Step, Study
+from cloister.workflows.train_cellcnn.donor_groups import DonorGroups
 
 pytest.importorskip("nvflare")
 from cloister.deploy.provision import provision
@@ -356,3 +357,131 @@ def test_columns_that_are_only_drawn_or_not_made_yet_are_not_compared():
     assert {"cluster", "donor"} <= own_cells.columns_read(last)
     assert "donor" not in own_cells.columns_read(last, grouped=True)
     assert "cluster" in own_cells.columns_read(last, grouped=True)
+
+
+def grouped(adata, classes, least=LEAST):
+    """Groups of donors as `train-cellcnn` forms them, of each cell."""
+    names = adata.obs["donor"].astype(str).to_numpy()
+    groups = DonorGroups.of({d: classes(d) for d in set(names)}, names, least)
+    return groups.codes[np.searchsorted(groups.donors, names)][:, None]
+
+
+def run_grouped(answered, adata, name, classes=lambda d: "a", least=LEAST):
+    groups = grouped(adata, classes, least)
+    answered.check(adata, name, "donor", LEAST, (), (), groups)
+    answered.admit(adata, name, "donor", "study", LEAST, (), (), groups)
+
+
+def test_two_thresholds_on_the_same_cells_would_isolate_a_donor(cells):
+    """The attack: groups of three donors and groups of four, of which means are opened."""
+    both = []
+    for least in (LEAST, Thresholds(10, 4)):
+        groups = grouped(cells, lambda d: "a", least)[:, 0]
+        both += [np.unique(cells.obs["donor"][groups == g]) for g in np.unique(groups)]
+    donors = sorted(set(cells.obs["donor"]))
+    table = np.array([np.isin(donors, g) / len(g) for g in both])
+    alone = np.linalg.lstsq(table.T, np.eye(len(donors))[3], rcond=None)[0]
+    np.testing.assert_allclose(alone @ table, np.eye(len(donors))[3], atol=1e-9)  # four means less three are one donor
+
+
+@pytest.mark.parametrize("change", ["min_donors", "min_cells", "target_key", "names", "names of all"])
+def test_other_groups_on_the_same_cells_are_rejected(answered, cells, change):
+    run_grouped(answered, cells, "a")
+    run_grouped(answered, cells, "a")
+    least, classes, matrix = LEAST, lambda d: "a", "a"
+    if change == "min_donors":
+        least = Thresholds(10, 4)
+    elif change == "min_cells":
+        least = Thresholds(40, 3)  # ten cells of each donor
+    elif change == "target_key":
+        classes = lambda d: "ab"[int(d[1:]) % 2]  # noqa: E731
+    else:
+        cells.obs["donor"] = [f"p{(int(d[1:]) * 7) % 20:02}" for d in cells.obs["donor"]]
+        if change == "names of all":
+            cells.obs_names = [f"x{i}" for i in range(cells.n_obs)]
+            matrix = "b"
+    with pytest.raises(RefusedError, match=r"means of groups of donors .* rest on about 1\.\d donor.s., fewer than 3"):
+        run_grouped(answered, cells, matrix, classes, least)
+
+
+def test_a_donor_fewer_changes_the_groups_of_all_others(answered, cells):
+    """Three donors go: enough for the comparison of cells, but the other groups are formed anew."""
+    run_grouped(answered, cells, "a")
+    kept = ~cells.obs["donor"].isin(["d0", "d11", "d16"])  # one of each of three groups
+    with pytest.raises(RefusedError, match="means of groups of donors"):
+        run_grouped(answered, cells[kept].copy(), "b")
+    answered.check(cells[kept].copy(), "b", "donor", LEAST)  # without groups, nothing forbids it
+
+
+def test_a_whole_group_fewer_and_studies_without_groups_pass(answered, cells):
+    run_grouped(answered, cells, "a")
+    run(answered, cells, "a", "donor")
+    donors = sorted(set(cells.obs["donor"]))
+    run_grouped(answered, cells[~cells.obs["donor"].isin(donors[:3])].copy(), "b")
+    run_grouped(answered, cells, "a")
+
+
+def test_two_steps_of_one_study_are_compared(answered, cells):
+    groups = np.concatenate([grouped(cells, lambda d: "a", Thresholds(10, k)) for k in (3, 4)], axis=1)
+    with pytest.raises(RefusedError, match="means of groups of donors in this run and 0 earlier"):
+        answered.check(cells, "a", "donor", LEAST, (), (), groups)
+
+
+def test_smaller_agreed_groups_are_not_refused_by_themselves(answered, cells):
+    run_grouped(answered, cells, "a", least=Thresholds(10, 2))
+    run_grouped(answered, cells, "a", least=Thresholds(10, 2))
+
+
+def trained(tmp_path, donors, cells_each=30, **options):
+    """Basel's kit of a study of train-cellcnn that does not write sample_key, and a file of its cells."""
+    parties = {"hub": "coordinator", "basel": "site", "lugano": "site", "vienna": "site"}
+    network = {"host": "localhost", "port": 18779}
+    study = Study("cellcnn", "train-cellcnn", parties, network=network, parameters={"keep": "x", **options})
+    kit = Kit.open(provision(study, tmp_path)["basel"])
+    rng = np.random.default_rng(0)
+    names = np.repeat([f"d{i:02}" for i in range(donors)], cells_each)
+    adata = AnnData(rng.normal(size=(len(names), 4)), obs={"donor": names, "condition": "a"})
+    adata.obs_names = [f"c{i}" for i in range(len(names))]
+    write_cells(adata, kit.path / "cells.h5ad")
+    return kit
+
+
+def without_donor(kit, name):
+    adata = read_cells(kit.path / "cells.h5ad")
+    write_cells(adata[adata.obs["donor"] != name].copy(), kit.path / "cells.h5ad")
+
+
+def test_the_default_column_of_donors_is_counted(tmp_path):
+    """One donor of 30 cells fewer passed: the study does not write sample_key, so nobody counted donors."""
+    kit = trained(tmp_path, 12)
+    assert kit.donor_key == "donor"
+    assert kit.approve("Ann").data.donors == 12
+    kit.count_run(kit.policy(), read_cells(kit.path / "cells.h5ad"))
+    without_donor(kit, "d11")
+    with pytest.raises(RefusedError, match="by 30 cell.s. of 1 donor.s., fewer than 10 cells or 3 donors"):
+        kit.approve("Ann")
+
+
+def test_a_site_that_raises_min_donors_can_train(tmp_path):
+    """Its floor refused every such study, which names donors by sample_key: nobody could raise it."""
+    kit = trained(tmp_path, 12, min_donors=4)
+    text = kit.policy_file.read_text()
+    kit.policy_file.write_text(text.replace("# min_donors = 3", "min_donors = 4"))
+    assert kit.policy().floors["min_donors"] == 4
+    kit.approve("Ann")
+    kit.policy_file.write_text(text.replace("# min_donors = 3", "min_donors = 5"))
+    with pytest.raises(RefusedError, match="at least 5 donors .*opens what 4 have in common"):
+        kit.approve("Ann")
+
+
+def test_a_kit_compares_the_groups_of_two_studies_on_the_same_cells(tmp_path):
+    kit = trained(tmp_path / "one", 12)
+    kit.approve("Ann")
+    kit.count_run(kit.policy(), read_cells(kit.path / "cells.h5ad"))
+    stored = kit.answered(kit.policy())._load()
+    assert len(np.unique(stored[0].rows.groups)) == 4
+    other = trained(tmp_path / "two", 12, min_donors=4)
+    for name in ("answered.key", "answered.npz"):
+        (other.path / "local" / name).write_bytes((kit.path / "local" / name).read_bytes())
+    with pytest.raises(RefusedError, match="means of groups of donors in this run and 1 earlier"):
+        other.approve("Ann")

@@ -1,7 +1,9 @@
 """An asking that breaks off goes on: the same taps, paid for once, and nothing more for who claims a break."""
 
+import dataclasses
 import json
 import stat
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +18,10 @@ from cloister.testing import Case, check_no_errors, run_protocol, values
 from cloister.workflows.adapt_model import checkpoint, encrypted_inference
 from cloister.workflows.adapt_model import encrypted_inference as inference
 from cloister.workflows.adapt_model.checkpoint import Answers, Taps
+from cloister.workflows.adapt_model.inference import stored_taps
 from cloister.workflows.adapt_model.packing import cheapest
 from cloister.workflows.common.query_ledger import Ledger
+from cloister.workflows.serve_model import workflow as serve_model
 
 HUB, ANN = Party("hub"), Party("ann")
 LITTLE = {"tokens": 2, "inputs": 1, "width": 4, "heads": 1, "hidden": 2, "rank": 1}
@@ -199,3 +203,21 @@ def test_files_of_other_samples_and_of_something_else_are_refused(tmp_path):
     with pytest.raises(ProtocolAbort) as e:
         checkpoint.check_start(1, 0)  # a provider that skips what was never begun
     assert e.value.code == "state"
+
+
+def test_n8_serve_model_stores_lost_samples_by_default(tmp_path):
+    """Beside the adapter, for its owner only: else every run with one set of samples could lose another bit."""
+    told = SimpleNamespace(digest="model", crypto=None)
+    options = SimpleNamespace(adapter=str(tmp_path / "adapter.npz"), taps=None)
+    assert next(f.default for f in dataclasses.fields(serve_model.Options) if f.name == "taps") is None
+    session, inputs = SimpleNamespace(mode="hardened", me="basel"), np.ones((3, 2, 2))
+    first = stored_taps(session, options, told, inputs)
+    assert first.path.parent == tmp_path / "taps"
+    assert first.path.parent.stat().st_mode & 0o077 == 0
+    first.read.append(np.full((3, 1, 4), np.nan))  # all lost
+    first._save(None)
+    again = stored_taps(session, options, told, inputs)
+    assert again.count == 3
+    assert np.isnan(again.read[0]).all()
+    more = stored_taps(session, options, told, np.ones((4, 2, 2)))
+    assert more.count == 0  # open: a set with one sample more is another file

@@ -11,6 +11,7 @@ from cloister.mpc.sums import pooled_scaling
 from cloister.rehearsal.rehearsal import rehearse
 from cloister.workflows.train_cellcnn import workflow as train_cellcnn
 from cloister.workflows.train_cellcnn.donor_groups import DonorGroups
+from cloister.workflows.train_cellcnn.evaluation import Held, contribution_of
 
 
 def site(counts, seed=0, markers=4):
@@ -171,3 +172,89 @@ def test_gradients_at_any_model_are_combinations_of_group_means():
         Z = cellcnn.gradient(config, rng.normal(size=(30, 2)) * size, X[0], Y[0])
         np.testing.assert_allclose(project.T @ Z, Z, atol=1e-9 * np.abs(Z).max())
         assert np.abs(Z).max() > 1e-3
+
+
+def test_a_cell_that_stands_for_many_counts_once_in_the_range():
+    """Three donors of four cells, each 50 times: before, one cell of each could be the end of a range."""
+    x, names, classes = site([200] * 9 + [4] * 3, markers=2)
+    far = [np.flatnonzero(names == f"d{i}")[0] for i in (9, 10, 11)]
+    x[far, 0] = 1e3
+    groups = DonorGroups.of(classes, names, Thresholds(10, 3))
+    rows, whose = groups.rows(names)
+    assert pooled_scaling.Fence.of(x[rows], Rows(len(rows), whose, groups.thresholds)).high[0] == 1e3  # the attack
+    assert groups.fence(x, names).high[0] < 10
+
+
+def cells_at(name, classes, markers=3, each=30):
+    """Cells of one site; donors are numbered, and have these classes."""
+    rng = np.random.default_rng(len(name))
+    names = np.repeat([f"{name}{i:02}" for i in range(len(classes))], each)
+    obs = pd.DataFrame(
+        {"donor": names, "condition": np.repeat(classes, each)}, index=[f"c{i}" for i in range(len(names))]
+    )
+    var = pd.DataFrame(index=["A", "B", "C"][:markers])
+    return pytest.importorskip("anndata").AnnData(rng.normal(size=(len(names), markers)), obs=obs, var=var)
+
+
+def test_a_class_of_one_donor_is_not_named_to_the_others():
+    data = {p: cells_at(p, [*"aaabbb", *extra]) for p, extra in (("u", ["rare disease"]), ("v", []), ("w", []))}
+    run = rehearse("train-cellcnn", data=data, mode="plain", n_steps=1, n_filters=2)
+    assert run.outcomes["v"].model.classes == ("a", "b")
+    assert run.outcomes["u"].result["donors"] == 7  # at home, with its own class
+
+
+def test_held_out_inputs_of_few_cells_are_refused():
+    """Of one cell each, two models' tables would differ by single cells."""
+    data = {p: cells_at(p, [*"aaaaaabbbbbb"]) for p in ("u", "v", "w")}
+    with pytest.raises(DataError, match="n_cells=1 cells per held-out input are fewer than min_cells = 10"):
+        rehearse("train-cellcnn", data=data, mode="plain", n_steps=1, hold_out=3, n_cells=1)
+    rehearse("train-cellcnn", data=data, mode="plain", n_steps=1, hold_out=3, n_cells=10)
+
+
+class Plane:
+    """A model that was steered to one side of a plane across the first marker."""
+
+    config = cellcnn.Config(markers=2, filters=1, classes=2, batch=1, steps=1)
+
+    def __init__(self, at):
+        self.at = at
+
+    def logits(self, x):
+        return np.stack([np.zeros(len(x)), x[:, 0] - self.at], axis=1)
+
+
+def test_tables_of_many_steered_models_show_single_held_out_donors():
+    """Open: every table rests on min_donors donors, and two tables differ by one."""
+    x, names, _ = site([40] * 4, markers=2)
+    x[:, 0] += np.array([float(n[1:]) for n in names])
+    held = Held.of(
+        x,
+        names,
+        np.zeros(len(names), np.int64),
+        {"n_cells": 10, "per": "class", "n_inputs": 5},
+        Thresholds(10, 3),
+        np.random.default_rng(0),
+    )
+    planes = np.linspace(-2.0, 5.0, 701)
+    tables = contribution_of([Plane(at) for at in planes], held)
+    assert tables.donors == 4
+    steps = planes[1:][np.diff(tables.values[:, 1, 0, 1]) != 0]
+    np.testing.assert_allclose(steps, np.sort(held.donors[:, 0]), atol=0.01)  # the mean of every donor
+
+
+def test_the_number_of_cells_of_one_donor_changes_the_groups_of_all():
+    """Not names and classes alone: so the site compares the groups of runs on other cells (`differencing`)."""
+    _, names, _ = site([30] * 12)
+    classes = dict.fromkeys(np.unique(names), "a")
+    first = DonorGroups.of(classes, names, Thresholds(10, 3))
+    gone = np.flatnonzero(names == "d0")[2:]
+    fewer = DonorGroups.of(classes, np.delete(names, gone), Thresholds(10, 3))
+    assert np.bincount(first.codes).tolist() == [3, 3, 3, 3]
+    assert np.bincount(fewer.codes).tolist() == [5, 7]  # two cells of each donor count
+
+
+@pytest.mark.parametrize(("n", "sizes"), [(3, [3]), (5, [5]), (6, [3, 3]), (8, [3, 5]), (11, [3, 3, 5])])
+def test_the_last_group_has_the_donors_that_are_left(n, sizes):
+    _, names, _ = site([30] * n)
+    groups = DonorGroups.of(dict.fromkeys(np.unique(names), "a"), names, Thresholds(10, 3))
+    assert np.bincount(groups.codes).tolist() == sizes

@@ -21,6 +21,10 @@ donors. No combination of groups may rest on fewer cells, such as the union of t
 Columns are admitted when a step is about to read them (`admit_step`), so labels of an earlier step of the same run are
 compared as well. Another party can move the borders of clusters, and so choose groups; see docs/security/disclosure.md.
 
+Some workflows open functions of means over groups of donors. Groups of two runs can differ, because thresholds,
+classes, names or donors did. Groups of all runs are stored, and a run is rejected if a combination of means of its
+groups and of earlier ones would give one donor more than 1 / `min_donors` of its squared length.
+
 Every row has three fingerprints: of its name, of its values, and of the names of the genes that are not zero. The last
 one is the same after another normalisation and in another order of genes; it is used where it tells most rows apart.
 So renaming cells does not hide that they are the same, nor does scaling them, nor both. Fingerprints are 64 bits of a
@@ -29,7 +33,7 @@ budget share this too; kits that do not are not compared:
 
     answered.key    (0600) 32 random bytes
     answered.npz    (0600) for each set of cells: fingerprints of names, values, genes, donors and columns; the study;
-                    which of the columns may have been summed by group
+                    which of the columns may have been summed by group; groups of donors
 """
 
 from __future__ import annotations
@@ -86,10 +90,13 @@ class AnsweredCells:
         least: Thresholds,
         columns: Iterable[str] = (),
         groups: Iterable[str] = (),
+        donor_groups: I64 | None = None,
     ) -> None:
         """Raise `Refusal` if a run on these cells would disclose a few of them, together with earlier runs."""
-        if earlier := self._load():
-            check_new(earlier, self._rows(earlier, adata, matrix, donor_key, [*columns, *groups]), least, groups)
+        earlier = self._load()
+        if earlier or (donor_groups is not None and donor_groups.shape[1] > 1):
+            rows = self._rows(earlier, adata, matrix, donor_key, [*columns, *groups])
+            check_new(earlier, replace(rows, groups=donor_groups), least, groups)
 
     def admit(
         self,
@@ -100,6 +107,7 @@ class AnsweredCells:
         least: Thresholds | None = None,
         columns: Iterable[str] = (),
         groups: Iterable[str] = (),
+        donor_groups: I64 | None = None,
     ) -> None:
         """Check and store, in one step, that a run on these cells is about to be answered; without `least`, store it.
 
@@ -109,7 +117,7 @@ class AnsweredCells:
         with self._locked():
             earlier = self._load()
             rows = self._rows(earlier, adata, matrix, donor_key, [*columns, *groups])
-            self._add(earlier, matrix, study, rows, least, groups)
+            self._add(earlier, matrix, study, replace(rows, groups=donor_groups), least, groups)
 
     def admit_step(
         self,
@@ -190,6 +198,7 @@ class AnsweredCells:
                         stored[f"donor{i}"] if row["donors"] else None,
                         stored[f"pattern{i}"] if row.get("patterns") else None,
                         {name: stored[f"column{i}.{k}"] for k, name in enumerate(row.get("columns", ()))},
+                        stored[f"groups{i}"] if row.get("donor_groups") else None,
                     ), frozenset(row.get("groups", row.get("columns", ()))))
                     for i, row in enumerate(index)
                 ]  # fmt: skip
@@ -205,6 +214,7 @@ class AnsweredCells:
             {"matrix": a.matrix, "study": a.study, "when": a.when}
             | {"donors": a.rows.donor is not None, "patterns": a.rows.pattern is not None}
             | {"columns": [*a.rows.columns], "groups": sorted(a.groups)}
+            | ({} if a.rows.groups is None else {"donor_groups": True})
             for a in sets
         ]
         columns: dict[str, Any] = {"index": np.frombuffer(json.dumps(index).encode(), np.uint8)}
@@ -214,6 +224,8 @@ class AnsweredCells:
                 columns[f"donor{i}"] = a.rows.donor
             if a.rows.pattern is not None:
                 columns[f"pattern{i}"] = a.rows.pattern
+            if a.rows.groups is not None:
+                columns[f"groups{i}"] = a.rows.groups
             columns |= {f"column{i}.{k}": prints for k, prints in enumerate(a.rows.columns.values())}
         content = io.BytesIO()
         np.savez(content, **columns)
@@ -236,6 +248,7 @@ def check_new(earlier: list[Answered], new: RowPrints, least: Thresholds, groups
         for one in known:
             _check_pair(one, new, kind, least)
         _check_combinations(known, new, kind, least)
+        _check_groups(known, new, kind, least)
     for one in earlier:
         for name in one.rows.columns.keys() & new.columns.keys():
             _check_column(one, new, name, least)
@@ -248,6 +261,8 @@ def check_new(earlier: list[Answered], new: RowPrints, least: Thresholds, groups
 
 def _covers(stored: RowPrints, new: RowPrints) -> bool:
     pairs = [(stored.columns.get(name), prints) for name, prints in new.columns.items()]
+    if new.groups is not None and (stored.groups is None or not np.array_equal(stored.groups, new.groups)):
+        return False
     return np.array_equal(stored.name, new.name) and all(a is not None and np.array_equal(a, b) for a, b in pairs)
 
 
@@ -432,6 +447,73 @@ def _check_combinations(earlier: list[Answered], new: RowPrints, kind: str, leas
                 f"{int(inside.sum())} cell(s) of fewer than {least.min_donors} donors could be computed from this run "
                 f"and {len(earlier)} earlier one(s) together; to allow it: {ALLOW}"
             )
+
+
+def _check_groups(earlier: list[Answered], new: RowPrints, kind: str, least: Thresholds) -> None:
+    """Reject the run if a combination of means of its groups and of earlier ones rests on too few donors.
+
+    A mean over a group weighs its donors equally, and the cells of a donor equally. Coordinates are cells, in units in
+    which the mean of one person has length one.
+    """
+    sets = [one.rows for one in earlier if one.rows.groups is not None and one.rows.donor is not None]
+    if new.groups is None or new.donor is None:
+        return
+    sets.append(new)
+    everyone = np.unique(np.concatenate([_numbered(rows, kind) for rows in sets]))
+    places = [np.searchsorted(everyone, _numbered(rows, kind)) for rows in sets]
+    person = _persons(len(everyone), sets, places)
+    codes, weights, ends = [], [], [0]
+    for rows, at in zip(sets, places, strict=True):
+        assert rows.donor is not None
+        assert rows.groups is not None
+        _, donor, cells = np.unique(rows.donor, return_inverse=True, return_counts=True)
+        for column in rows.groups.T:
+            code, weight = np.full(len(everyone), -1, np.int64), np.zeros(len(everyone))
+            code[at], weight[at] = column, 1.0 / cells[donor]
+            codes.append(code)
+            weights.append(weight)
+        ends.append(ends[-1] + rows.groups.shape[1])
+    kinds = np.stack([person, *codes, *(np.round(1 / np.maximum(w, 1e-12)).astype(np.int64) for w in weights)], axis=1)
+    _, first, sizes = np.unique(kinds, axis=0, return_index=True, return_counts=True)
+    unit = np.sqrt(sizes * np.bincount(person)[person[first]].astype(np.float64))
+    tables = [
+        (code[first][:, None] == np.unique(code[code >= 0])) * (weight[first] * unit)[:, None]
+        for code, weight in zip(codes, weights, strict=True)
+    ]
+    whose = person[first]
+    before = _largest(np.concatenate(tables[: ends[-2]], axis=1), whose) if ends[-2] else np.zeros(whose.max() + 1)
+    alone = np.max([_largest(table, whose) for table in tables], axis=0)
+    now = _largest(np.concatenate(tables, axis=1), whose)
+    worse = np.where(now > np.maximum(before, alone) + 1e-6, now, 0.0)
+    if worse.max() > (1 + 1e-6) / least.min_donors:
+        raise Refusal(
+            f"means of groups of donors in this run and {len(sets) - 1} earlier one(s), combined, rest on about "
+            f"{1 / worse.max():.1f} donor(s), fewer than {least.min_donors}; use the thresholds, classes and donors of "
+            f"the earlier runs; to allow it: {ALLOW}"
+        )
+
+
+def _persons(n: int, sets: list[RowPrints], places: list[I64]) -> I64:
+    """The person of each of n cells: donors of two runs that share a cell are one, whatever their names."""
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
+
+    names = np.unique(np.concatenate([rows.donor for rows in sets if rows.donor is not None]))
+    cells = np.concatenate(places)
+    donor = np.concatenate([np.searchsorted(names, rows.donor) + n for rows in sets if rows.donor is not None])
+    size = n + len(names)
+    edges = coo_matrix((np.ones(len(cells)), (cells, donor)), shape=(size, size))
+    _, found = connected_components(edges, directed=False)
+    return np.asarray(np.unique(found[:n], return_inverse=True)[1], np.int64)
+
+
+def _largest(table: F64, whose: I64) -> F64:
+    """The largest part of each person in the squared length of a combination of columns."""
+    basis, singular, _ = np.linalg.svd(table, full_matrices=False)
+    basis = basis[:, singular > 1e-6 * singular.max(initial=0.0)]
+    return np.array(
+        [np.linalg.norm(basis[whose == p], 2) ** 2 if basis.size else 0.0 for p in range(int(whose.max()) + 1)]
+    )
 
 
 def _leverage(atoms: Bits, sizes: I64) -> F64:

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from cloister.arrays import I64
 from cloister.cells import files as cell_files
 from cloister.cells.files import Settings
 from cloister.cells.fingerprint import Fingerprint, fingerprint
@@ -77,12 +80,11 @@ def check_floors(me: Party, part: Study, policy: OwnPolicy, adata: AnnData) -> N
     if (least := policy.floors.get("min_donors")) is None:
         return
     what = part.place or "the study"
-    key = part.parameters.get("donor_key")
-    if key is None:
-        raise Refusal(f"'{me}' answers about at least {least} donors ([floors]), and {what} has no donor_key")
-    if (here := donors(adata, str(key))) < least:
-        raise Refusal(f"{here} donors, fewer than the {least} that [floors] in local/site.toml requires")
     _, options = check_plan(part)
+    if (key := donor_key_of(options)) is None:
+        raise Refusal(f"'{me}' answers about at least {least} donors ([floors]), and {what} has no donor_key")
+    if (here := donors(adata, key)) < least:
+        raise Refusal(f"{here} donors, fewer than the {least} that [floors] in local/site.toml requires")
     if (agreed := opening_floor(options, "min_donors")) is not None and agreed < least:
         raise Refusal(
             f"{me!r} answers about at least {least} donors ([floors]), and {what} opens what {agreed} have in common; "
@@ -93,11 +95,29 @@ def check_floors(me: Party, part: Study, policy: OwnPolicy, adata: AnnData) -> N
 def fingerprint_of(study: Study, me: Party, adata: AnnData) -> Fingerprint:
     """The fingerprint of a site's cells, with everything of them that an option of the study names."""
     places = {f"obs[{name!r}]" for name in columns_named(study)}
-    keys: list[str | None] = []
     for _, workflow, options in pipeline.check_steps(study):
         places |= pipeline.needed(workflow, options, me)
-        keys.append(getattr(options, "donor_key", None))
-    return fingerprint(adata, places, next((key for key in keys if key), None))
+    return fingerprint(adata, places, donor_key(study))
+
+
+def donor_key_of(options: Any) -> str | None:
+    """The column that names donors under these options, also where that is the option's default."""
+    return getattr(options, "donor_key", None) or getattr(options, "sample_key", None)
+
+
+def donor_key(study: Study) -> str | None:
+    """The column that names donors in the first step of the study that has one."""
+    return next((key for _, _, options in pipeline.check_steps(study) if (key := donor_key_of(options))), None)
+
+
+def donor_groups(study: Study, adata: AnnData, floors: Mapping[str, int]) -> I64 | None:
+    """Of every cell, its group of donors in each step that opens functions of groups' means; -1 for none."""
+    found = []
+    for _, workflow, options in pipeline.check_steps(study):
+        codes = None if workflow.groups is None else workflow.groups(adata, options, floors)
+        if codes is not None:
+            found.append(codes)
+    return np.stack(found, axis=1) if found else None
 
 
 def columns_named(study: Study) -> set[str]:

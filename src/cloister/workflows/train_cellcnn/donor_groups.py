@@ -10,9 +10,10 @@ cells. An input is the mean of one group, so whatever is opened is a function of
     values far beyond what enough cells of all groups reach are set to an end of that range      `fence`
     means of the groups' donors                                                                  `inputs`
 
-Groups follow from names, classes and thresholds alone: neither cells, nor the seed, nor other parties change them, and
-donors are held out by whole groups. So several runs at the same donors open functions of the same means. The sums of
-`pooled_scaling` are over the same cells with the same weights, so they are functions of these groups, too.
+Groups follow from names, classes, thresholds and the numbers of cells of donors: neither values, nor the seed, nor
+other parties change them, and donors are held out by whole groups. So several runs at the same donors and thresholds
+open functions of the same means. Groups of different runs are compared at the site (`approval.differencing`). The sums
+of `pooled_scaling` are over the same cells with the same weights, so they are functions of these groups, too.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class DonorGroups:
     def fence(self, x: F64, names: Array) -> pooled_scaling.Fence:
         """The range that enough cells of all groups reach, also of those that are held out: the same in every run."""
         rows, whose = self.rows(names)
-        return pooled_scaling.Fence.of(x[rows], Rows(len(rows), whose, self.thresholds))
+        rows, first = np.unique(rows, return_index=True)  # a cell that occurs several times is one cell
+        return pooled_scaling.Fence.of(x[rows], Rows(len(rows), whose[first], self.thresholds))
 
     def inputs(self, cells: F64) -> tuple[F64, Contribution]:
         """The mean of each group, from the cells that `rows` names: for use at this site, and to be sent encrypted."""

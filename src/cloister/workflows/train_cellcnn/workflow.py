@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from cloister.arrays import I64
 from cloister.cells import tables as cells
 from cloister.disclosure import Contribution, Rows, Thresholds
 from cloister.errors import DataError, ParameterError, RefusedError
@@ -197,6 +199,16 @@ def groups_of(adata: AnnData, options: Options, thresholds: Thresholds) -> Donor
     return groups
 
 
+def group_of_cells(adata: AnnData, options: Options, floors: Mapping[str, int]) -> I64 | None:
+    """The group of each cell's donor, -1 for none, for comparison with earlier runs; None for other inputs."""
+    if drawn_per(options) != "group" or not {options.sample_key, options.target_key} <= set(adata.obs):
+        return None
+    names = adata.obs[options.sample_key].astype(str).to_numpy()
+    thresholds = Thresholds(options.min_cells, options.min_donors).raised(floors)
+    groups = DonorGroups.of(donor_classes(adata, options), names, thresholds)
+    return np.asarray(groups.codes[np.searchsorted(groups.donors, names)], np.int64)
+
+
 def check_thresholds(adata: AnnData, options: Options, thresholds: Thresholds) -> None:
     """Raise `DataError` if what this site adds to opened sums would be based on too few of its cells or donors."""
     donors = donor_classes(adata, options)
@@ -236,6 +248,11 @@ def check_held_out(options: Options, thresholds: Thresholds) -> None:
         raise DataError(
             f"hold_out={options.hold_out} donors per class are fewer than min_donors = {thresholds.min_donors}, which"
             " this site's own settings raised; agree on a larger hold_out, or leave this site out of the study"
+        )
+    if options.hold_out and not options.preset and options.n_cells < thresholds.min_cells:
+        raise DataError(
+            f"n_cells={options.n_cells} cells per held-out input are fewer than min_cells = {thresholds.min_cells};"
+            " agree on a larger n_cells, or leave this site out of the study"
         )
 
 
@@ -307,16 +324,16 @@ def models_of(adata: AnnData, session: Session, options: Options) -> tuple[list[
     """Every model that was trained, this site's cells in their units, and the inputs that none of them saw."""
     sites, hub = session.sites, session.coordinator
     donors = donor_classes(adata, options)
+    names = adata.obs[options.sample_key].astype(str).to_numpy()
+    thresholds = thresholds_of(session, options)
+    groups = groups_of(adata, options, thresholds) if drawn_per(options) == "group" else None
     terms = session.run(
         cellcnn_terms.site,
         cellcnn_terms.Params(sites, hub),
         [str(v) for v in adata.var_names],
-        sorted(set(donors.values())),
+        sorted(set(donors.values() if groups is None else groups.labels)),
     )
-    names = adata.obs[options.sample_key].astype(str).to_numpy()
-    thresholds, groups = thresholds_of(session, options), None
-    if drawn_per(options) == "group":
-        groups = groups_of(adata, options, thresholds)
+    if groups is not None:
         kept = groups.held_out(options.hold_out, session.rng("hold out"))
     else:
         kept = held_out(donors, options.hold_out, session.rng("hold out"))
@@ -324,7 +341,8 @@ def models_of(adata: AnnData, session: Session, options: Options) -> tuple[list[
     options = settle(session, options, len(terms.classes), donor_rows(names[~out], thresholds))
     X = cells.embedding(adata, None)[:, match_columns([str(v) for v in adata.var_names], terms.markers)]
     x = np.arcsinh(X / options.cofactor) if options.cofactor else X
-    y = np.array([terms.classes.index(c) for c in adata.obs[options.target_key].astype(str)])
+    known = {c: k for k, c in enumerate(terms.classes)}  # without classes that have no group at any site
+    y = np.array([known.get(c, -1) for c in adata.obs[options.target_key].astype(str)])
     rows, whose = np.flatnonzero(~out), np.unique(names[~out], return_inverse=True)[1]
     if groups is not None:
         rows, whose = groups.without(kept).rows(names)
@@ -335,7 +353,8 @@ def models_of(adata: AnnData, session: Session, options: Options) -> tuple[list[
     prepared = cellcnn.standardise(x, 0.0, mean, scale)
     held, drawn, part = None, drawn_of(options), None
     if out.any():
-        held = Held.of(prepared[out], names[out], y[out], drawn, thresholds, session.rng("held out"))
+        seen = prepared[out] if fence is None else cellcnn.standardise(fence.hold(x[out]), 0.0, mean, scale)
+        held = Held.of(seen, names[out], y[out], drawn, thresholds, session.rng("held out"))
     if groups is not None and fence is not None:
         inputs, labels, part = of_groups(groups.without(kept), terms, cellcnn.standardise(used, 0.0, mean, scale))
         if held is not None:
@@ -514,10 +533,16 @@ def warnings(study: Study, options: Options) -> list[str]:
         ]
     if not options.open_model:
         return []
-    return [
+    notes = [
         "open_model: one malicious site can steer the opened weights towards the mean of one group of min_donors ="
         f" {options.min_donors} or more donors of another site, but not of fewer"
     ]
+    if options.hold_out:
+        notes.append(
+            "hold_out: tables of held-out donors count at least min_donors donors each, but the tables of two models"
+            f" can differ by one donor; this study opens {options.n_models} table(s), and every further run adds some"
+        )
+    return notes
 
 
 WORKFLOW = Workflow(
@@ -529,6 +554,7 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     reads=lambda options, site: ("sample_key", "target_key"),
+    groups=group_of_cells,
     writes=("uns['cloister']['cellcnn']",),
     check_study=check_study,
     warnings=warnings,
