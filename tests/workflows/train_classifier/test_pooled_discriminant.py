@@ -471,6 +471,110 @@ def test_a_list_of_rare_genes_changes_no_value_of_another_site():
     assert counted_cells(before, x, names[:300])[1] > 0.95
 
 
+
+def test_no_list_of_genes_divides_the_cells_of_another_site_into_other_groups():
+    """Attack: one site names other genes in every run, so that the same cells of the others form other groups.
+
+    Groups were formed by the common genes. After eleven lists of 1000 of 1200 genes, every one of 290 cells of a label
+    was a combination of groups. Groups follow from all genes of their own site now.
+    """
+    x, names, labels = rare_cells()
+    base = logistic_terms.Params((Party("a"), Party("b")), HUB, n_top_genes=30, penalties=(1.0,))
+    mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(len(x), bool)).open_labels(base.min_cells)
+    rng = np.random.default_rng(0)
+    lists = [tuple(names[i] for i in np.sort(rng.permutation(1200)[:1000])) for _ in range(11)]
+
+    def isolated_cells(own):
+        """Cells that are a combination of the groups of all runs, where a site's own genes are `own` of the list."""
+        members = []
+        for common in lists:
+            at = [names.index(name) for name in own(common)]
+            cells = dataclasses.replace(mine, names=own(common), x=mine.x[:, at])
+            part = Part(Params(base), Start(common, ("large", "rare"), 0), cells)
+            part.first()
+            members.append(np.eye(len(part.similar))[part.similar.codes])
+        u, s, _ = np.linalg.svd(np.hstack(members), full_matrices=False)
+        return np.square(u[:, s > 1e-8]).sum(axis=1)
+
+    assert np.sum(isolated_cells(lambda common: common) > 0.999) == 290  # groups by the common genes, as it was
+    assert isolated_cells(lambda _: names).max() <= 0.1 + 1e-9
+
+
+def test_a_label_that_others_cancel_is_rounded_and_scored_as_its_own():
+    """Attack: a site that knows the sums of two labels from an earlier run subtracts them at L4.
+
+    The other sites' groups of both were then rounded as those of one label, which gave other multiples of 4 of the same
+    sums; and were taken for the last label at L6.
+    """
+    rng = np.random.default_rng(0)
+    n, g = 160, 40
+    x = np.log1p(rng.poisson(2.0, (n, g)) * rng.uniform(0.5, 1.5, (n, 1)))
+    names, kinds = tuple(f"G{i:02d}" for i in range(g)), ("a", "b", "c", "d")
+    labels = tuple(kinds[i % 4] for i in range(n))
+    base = logistic_terms.Params((Party("u"), Party("v")), HUB, kind="log", n_top_genes=g, penalties=(1.0,))
+    params, start = Params(base), Start(names, kinds, 0)
+    seen = []
+    for cancelled in (0, 2):
+        mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(n, bool))
+        part = Part(params, start, mine)
+        first = part.first().values
+        lie = np.zeros(4 + 5 * g)
+        lie[:cancelled] = -first[:cancelled]
+        lie[4 : 4 + cancelled * g] = -first[4 : 4 + cancelled * g]
+        lie[2:4] = first[2:4]
+        lie[4 + 2 * g : 4 + 4 * g] = first[4 + 2 * g : 4 + 4 * g]
+        lie[4 + 4 * g :] = 1000.0  # so that squares allow these sums
+        words = pooled_discriminant.words_for(params)
+        terms = pooled_discriminant.terms_of(params, start, (words(first) + words(lie)).view(np.int64))
+        terms = dataclasses.replace(terms, at=np.arange(g))
+        second = part.second(terms).values
+        assert len(part.whole) == np.sum([k >= cancelled for k in part.codes[group_rows(part)]])
+        assert set(part.whole.label) == set(range(len(terms.labels)))
+        seen.append(second)
+    np.testing.assert_array_equal(*seen)
+
+
+def group_rows(part):
+    """A row of each group."""
+    return np.unique(part.similar.codes, return_index=True)[1]
+
+
+def dictated(means, label, sizes, within, alone, classes, scale):
+    """A classifier of a party that chooses it freely: right about all groups, and wrong about one."""
+    wanted = np.where(np.eye(classes)[label] > 0, scale, -scale)
+    wanted[alone] = np.roll(wanted[alone], 1)
+    x = np.column_stack([means, np.ones(len(means))])
+    both = np.linalg.lstsq(x, wanted, rcond=None)[0]
+    return discriminant.residuals(discriminant.Linear(both[:-1], both[-1]), means, label, sizes, within)
+
+
+def test_residuals_at_a_dictated_point_are_a_group_at_most(monkeypatch):
+    """Attack: weights vanish for all groups but one, in every order of groups; R then is that group's sum and size.
+
+    This is what the argument allows: s in multiples of 4, over at least ten cells. All residuals at all points together
+    give no cell more than a tenth.
+    """
+    record = Recorder(monkeypatch)
+    check_no_errors(run_protocol(pooled_discriminant, case(seed=8, g=120, n_top_genes=100)))
+    part = record.parts[90, "L4"][0]
+    whole, K = part.whole, part.classes
+    found = [
+        [dictated(whole.means, whole.label, whole.cells, within, i, K, 60.0) for i in range(len(whole))]
+        for within in (np.zeros_like(whole.within), whole.within)
+    ]
+    errors = []
+    for residuals in found:
+        error = 0
+        for i, r in enumerate(residuals):
+            own = np.append(whole.means[i], 1.0) * whole.cells[i]
+            error = max(error, np.abs(r[:, whole.label[i]] - own).max() / own.max())
+        errors.append(error)
+    assert errors[0] < 1e-6  # the group, exactly, where cells do not scatter
+    print(errors, len(whole))
+    span = np.concatenate([np.eye(len(part.similar))[part.similar.codes]], axis=1)
+    assert leverage(span).max() <= 0.1 + 1e-9
+
+
 def steer(minimise, memory, rows, mean, targets):
     """A party that dictates all sums leads a fit to chosen points; yields these and the honest cells' gradients."""
     h, K = rows.x.shape[1], 2
