@@ -471,7 +471,6 @@ def test_a_list_of_rare_genes_changes_no_value_of_another_site():
     assert counted_cells(before, x, names[:300])[1] > 0.95
 
 
-
 def test_no_list_of_genes_divides_the_cells_of_another_site_into_other_groups():
     """Attack: one site names other genes in every run, so that the same cells of the others form other groups.
 
@@ -532,6 +531,46 @@ def test_a_label_that_others_cancel_is_rounded_and_scored_as_its_own():
         assert set(part.whole.label) == set(range(len(terms.labels)))
         seen.append(second)
     np.testing.assert_array_equal(*seen)
+    own = part.codes[group_rows(part)]
+    sums = part.similar.means(x) * part.similar.cells[:, None]
+    once, merged = (pooled_discriminant.stepwise(sums, k, 4.0) for k in (own, np.where(own < 2, -1, own)))
+    assert np.mean(once[own < 2] != merged[own < 2]) > 0.1  # the old step
+
+
+@pytest.mark.parametrize("target", [1e3, 2e4, 1e5])
+def test_a_target_at_which_single_cells_exceed_the_step_is_refused(target):
+    """Attack: a study with target_sum=1e5. Ten cells of a label then show how many of them express each gene."""
+    x, names, labels = rare_cells()
+    base = logistic_terms.Params((Party("a"), Party("b")), HUB, n_top_genes=30, penalties=(1.0,))
+    with pytest.raises(ParameterError, match="target_sum"):
+        Params(dataclasses.replace(base, target_sum=target))
+    Params(dataclasses.replace(base, kind="log", target_sum=target))  # not used
+    right = []
+    for t in (1e4, 1e5):
+        log = np.log1p(t * x / x.sum(axis=1, keepdims=True))
+        sums = np.rint(log[:10, :300].sum(axis=0) / 4) * 4
+        each = np.median(np.log1p(t / x.sum(axis=1)))
+        cells = (x[:10, :300] > 0).sum(axis=0)
+        among = (cells > 0) & (cells < 3)
+        right.append(np.mean((np.rint(sums / each) == cells)[among]))
+    assert right[0] < 0.5
+    assert right[1] > 0.95
+
+
+def test_studies_with_other_thresholds_form_other_groups():
+    """Open: a study can name other thresholds, and every one divides the same cells otherwise (Reveals)."""
+    x, names, labels = rare_cells()
+    base = logistic_terms.Params((Party("a"), Party("b")), HUB, n_top_genes=30, penalties=(1.0,))
+    members = []
+    for least in range(10, 25):
+        mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(300, bool), thresholds=Thresholds(least, 3))
+        part = Part(Params(base), Start(names, ("large", "rare"), 0), mine.open_labels(base.min_cells))
+        part.first()
+        member = np.zeros((300, len(part.similar)))
+        member[np.flatnonzero(part.keep), part.similar.codes] = 1
+        members.append(member)
+    u, s, _ = np.linalg.svd(np.hstack(members), full_matrices=False)
+    assert 0.5 < np.square(u[:, s > 1e-8]).sum(axis=1).max() < 1
 
 
 def group_rows(part):
@@ -570,9 +609,8 @@ def test_residuals_at_a_dictated_point_are_a_group_at_most(monkeypatch):
             error = max(error, np.abs(r[:, whole.label[i]] - own).max() / own.max())
         errors.append(error)
     assert errors[0] < 1e-6  # the group, exactly, where cells do not scatter
-    print(errors, len(whole))
-    span = np.concatenate([np.eye(len(part.similar))[part.similar.codes]], axis=1)
-    assert leverage(span).max() <= 0.1 + 1e-9
+    assert errors[1] < 0.1  # nearly, where they do
+    assert leverage(np.eye(len(part.similar))[part.similar.codes]).max() <= 0.1 + 1e-9
 
 
 def steer(minimise, memory, rows, mean, targets):

@@ -32,9 +32,11 @@ So the covariance is that between groups plus a diagonal, as in factor analysis.
 A site's part of a sum is limited as follows. t and d are `min_label_cells` and `min_donors`, or more where the site's
 own settings say so.
 
-- Groups are formed once, before the first sum, from the site's own cells. L5 to L7 are functions of labels, sizes and
-  rounded sums of whole groups, and of the squares of L4. Whatever others send, and whatever they solve for, no opened
-  value of L5 to L7 changes unless one of these does.
+- Groups are formed once, before the first sum, from the site's own cells and all genes of the site. L5 to L7 are
+  functions of labels, sizes and rounded sums of whole groups, and of the squares of L4. Whatever others send, and
+  whatever they solve for, no opened value of L5 to L7 changes unless one of these does. A list of common genes divides
+  no cells into other groups. Another study may: labels, `min_label_cells`, `min_donors`, the layer and the library
+  sizes decide which groups there are.
 - L4, n_k and Σ_k l: over at least t cells of d donors of label k at this site. A gene whose effective number of cells,
   Σ l² / max l², is below t at the site, that fewer than d donors express, or of which one donor has more than nine
   tenths of Σ l², counts as zero in all of its cells, at L5 and L6 too. Sums of labels are multiples of 4, which is more
@@ -127,6 +129,7 @@ NAME = "pooled_discriminant"
 OPENINGS = 3  # and one for every step
 UNIT = 4  # sums of squares and products of log values are multiples of 1 / UNIT
 LABEL_STEP = 4.0  # sums of log values over the cells of a label, or of a group, are multiples of this
+TARGET_SUM = 1e4  # counts per cell; at 1e5, most values of one cell exceed LABEL_STEP
 LOCAL_GENES = 1000  # of a site that vary most, by which its cells are similar
 TAILS = 1.3  # genes of a cell vary together, so its typicality varies more than independent genes would make it
 DIRECTIONS = 30  # of these genes, likewise
@@ -145,6 +148,11 @@ class Params:
     def __post_init__(self) -> None:
         if not self.settings or self.steps < 0:
             raise ParameterError("expected at least one setting, and 0 steps or more")
+        if self.base.kind == "counts" and not self.base.embedding and self.base.target_sum != TARGET_SUM:
+            raise ParameterError(
+                f"expected target_sum={TARGET_SUM:g}, found {self.base.target_sum:g}: sums of log values in multiples "
+                f"of {LABEL_STEP:g} hide single cells at that target only; leave target_sum out"
+            )
 
     @property
     def refined(self) -> int:
