@@ -356,8 +356,8 @@ class Part:
     def features(self) -> F64:
         """L3: what cells are similar by: directions of the site's own genes that vary most.
 
-        Common genes do not enter. Otherwise another site could have the same cells divided into other groups, by another
-        list of genes in every run, and ten runs would isolate single cells.
+        Common genes do not enter. Otherwise another site could have the same cells divided into other groups, by
+        another list of genes in every run, and ten runs would isolate single cells.
         """
         n = len(self.codes)
         if not n:
