@@ -537,6 +537,47 @@ def test_a_label_that_others_cancel_is_rounded_and_scored_as_its_own():
     assert np.mean(once[own < 2] != merged[own < 2]) > 0.1  # the old step
 
 
+def test_residuals_that_a_site_claims_lead_to_a_point_that_isolates_a_group():
+    """Attack: v knows R of an earlier run of the same study, and chooses its part of it within the checks of L6.
+
+    It succeeds, as stated: R at the second point is the sum and size of one group of at least ten cells.
+    """
+    c = case(seed=8, g=120, n_top_genes=100, n=2)
+    params, words = c.params, pooled_discriminant.words_for(c.params)
+    opened = [mine.open_labels(params.base.min_cells) for (mine,) in c.inputs.values()]
+    start = Start(opened[0].names, opened[0].own_labels, 0)
+    honest, other = (Part(params, start, mine) for mine in opened)
+    first = [part.first().values for part in (honest, other)]
+    terms = pooled_discriminant.terms_of(params, start, words(first[0] + 7 * first[1]).view(np.int64))
+    second = [part.second(terms).values for part in (honest, other)]
+    statistics = pooled_discriminant.statistics_of(params, terms, words(second[0] + 7 * second[1]).view(np.int64))
+    begin, groups, n = pooled_discriminant.Course.of(params, statistics), honest.whole, float(terms.counts.sum())
+    h, K = len(terms.at), len(terms.labels)
+
+    def after(residual):
+        linear = begin.solver.step(begin.points[0], residual, n)
+        return np.vstack([linear.coefficients, linear.intercept])
+
+    unmoved, unit = after(np.zeros((h + 1, K))), np.eye(h + 1)
+    effect = np.column_stack([(after(np.outer(e, np.eye(K)[0])) - unmoved)[:, 0] for e in unit])
+    most = np.append(np.sqrt(n * np.diag(statistics.gram)), n)[:, None]
+    errors = []
+    for alone in range(len(groups)):
+        wanted = np.where(np.eye(K)[groups.label] > 0, 30.0, -30.0)
+        wanted[alone] = np.roll(wanted[alone], 1)
+        target = np.linalg.lstsq(np.column_stack([groups.means, np.ones(len(groups))]), wanted, rcond=None)[0]
+        claim = np.linalg.lstsq(effect, target - unmoved, rcond=None)[0]
+        claim -= claim.mean(axis=1, keepdims=True)
+        claim *= min(1.0, 0.99 * (most / np.maximum(np.abs(claim), 1e-9)).min())
+        course = pooled_discriminant.Course(params, statistics, begin.solver, begin.points[:1], [])
+        course.take(words(claim).view(np.int64).ravel())
+        shown = groups.residuals(course.points[1])[:, groups.label[alone]]
+        whole = np.append(groups.means[alone], 1.0) * groups.cells[alone]
+        errors.append(np.abs(shown - whole).max() / whole.max())
+    assert max(errors) < 0.1
+    assert groups.cells.min() >= 10
+
+
 @pytest.mark.parametrize("target", [1e3, 2e4, 1e5])
 def test_a_target_at_which_single_cells_exceed_the_step_is_refused(target):
     """Attack: a study with target_sum=1e5. Ten cells of a label then show how many of them express each gene."""
