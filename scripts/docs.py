@@ -50,6 +50,7 @@ HOW_TO = (
         "embed",
         "cluster-cells",
         "find-markers",
+        "shared-map",
     ),
     *("find-outliers", "compare-groups"),
     "model-outcome",

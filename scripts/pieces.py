@@ -49,6 +49,7 @@ MEASURED = {  # what the demo measures, for a reader who has not read the workfl
     "shared-pca": "smallest cosine with the pooled space",
     "cluster-cells": "NMI of clusters with cell types",
     "find-markers": "of the 50 top markers of pooled cells",
+    "shared-map": "of 15 nearest cells, nearest on the map",
     "model-outcome": "standard error of the planted effect; smaller is better",
     "find-programs": "cosine with the pooled programs",
     "integrate": "neighbours from other hospitals, as a fraction of a random mixture",

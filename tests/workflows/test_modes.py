@@ -4,6 +4,7 @@ Each workflow is rehearsed in each mode here; conftest.py asks the same of every
 """
 
 import dataclasses
+from importlib.util import find_spec
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ ad = pytest.importorskip("anndata")
 
 SITES = ("basel", "lugano", "vienna")
 SLOW = pytest.mark.slow
+NEEDS_UMAP = pytest.mark.skipif(find_spec("umap") is None, reason="the extra `map`")
 
 
 def cells(seed, n=60, genes=6):
@@ -82,6 +84,7 @@ CASES = [
     ("integrate", "hardened", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "sweeps": 2}),
     ("integrate", "published", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "sweeps": 2}),
     ("cluster-cells", "hardened", {"use_rep": "X_pca", "n_prototypes": 6, "resolution": 0.3}),
+    pytest.param("shared-map", "hardened", {"use_rep": "X_pca", "n_prototypes": 6}, marks=NEEDS_UMAP),
     ("find-markers", "hardened", {"label_key": "cell_type", "donor_key": "donor"}),
     ("compare-groups", "hardened", {"groups": ("control", "case"), "donor_key": "donor", "min_cells": 5}),
     ("model-outcome", "hardened", OUTCOME),

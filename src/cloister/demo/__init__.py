@@ -31,6 +31,7 @@ from cloister.demo.statistics import (
     integrate,
     model_outcome,
     quality_control,
+    shared_map,
     shared_pca,
 )
 from cloister.demo.story import Story
@@ -45,6 +46,7 @@ DEMOS: dict[str, Callable[[Story, Tell], Played]] = {  # in the order of the sto
     "shared-pca": shared_pca,
     "integrate": integrate,
     "cluster-cells": cluster_cells,
+    "shared-map": shared_map,
     "find-outliers": find_outliers,
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,

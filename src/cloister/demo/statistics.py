@@ -13,7 +13,7 @@ from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of, percent
 from cloister.demo.story import GROUPS, OUTCOME, PROGRAMS, SPACE, Story, differing
-from cloister.models import isolation_forest, leiden, variable_genes
+from cloister.models import isolation_forest, leiden, umap_map, variable_genes
 from cloister.models.harmony import EVERYTHING, Settings
 from cloister.papers import averaged_quantiles, federated_harmony
 from cloister.papers.attacks.sent import MASKED, Sent
@@ -156,7 +156,10 @@ def choose_genes(story: Story, tell: Tell) -> Played:
 
 
 def cluster_cells(story: Story, tell: Tell) -> Played:
-    """Agreement of clusters with the types that nobody was shown (normalised mutual information)."""
+    """Agreement of clusters with the types that nobody was shown (normalised mutual information), over all cells.
+
+    Clusters that sites find alone, each on components of its own, have nothing to do with each other.
+    """
     sites, sent = story.integrated, Sent(*MASKED)
     run = rehearse("cluster-cells", sites, on_event=tell, on_frame=sent)
     x = {p: np.asarray(a.obsm["X_integrated"]) for p, a in sites.items()}
@@ -165,12 +168,39 @@ def cluster_cells(story: Story, tell: Tell) -> Played:
     def found(y: Any) -> Any:
         return leiden.partition(leiden.neighbour_graph(y, 15), 1.0, 0)
 
-    alone = float(np.mean([agreement(found(y), story.truth[p]) for p, y in x.items()]))
+    apart = [found(own_components(a)) + 1000 * i for i, a in enumerate(story.sites.values())]
     together = agreement(np.concatenate([run.data[p].obs["cluster"].cat.codes for p in x]), truth)
     pooled = agreement(found(np.concatenate([*x.values()])), truth)
-    figures = (f"{v:.3f}" for v in (alone, together, pooled))
+    figures = (f"{v:.3f}" for v in (agreement(np.concatenate(apart), truth), together, pooled))
     leak = attacks.own_center(sent, x)
     return [run], [("cluster-cells", "hardened", "NMI", *figures, leak, *cost_of(run))]
+
+
+def own_components(adata: Any, n: int = 30) -> Any:
+    """Components of one site's cells: logarithms on one scale, as scanpy computes them."""
+    x = np.asarray(adata.X.todense(), dtype=np.float64)
+    y = np.log1p(x / np.maximum(x.sum(axis=1, keepdims=True), 1) * 1e4)
+    deviation = y.std(axis=0, ddof=1)
+    z = np.clip((y - y.mean(axis=0)) / np.where(deviation > 0, deviation, 1), None, 10)
+    u, s, _ = np.linalg.svd(z - z.mean(axis=0), full_matrices=False)
+    return u[:, :n] * s[:n]
+
+
+def shared_map(story: Story, tell: Tell) -> Played:
+    """How many of a cell's 15 nearest cells of all sites are among the 15 nearest on the map; of every third cell."""
+    sites, sent = {p: a[::3].copy() for p, a in story.integrated.items()}, Sent(*MASKED)
+    run = rehearse("shared-map", sites, on_event=tell, on_frame=sent)
+    x = {p: np.asarray(a.obsm["X_integrated"]) for p, a in sites.items()}
+    whole = np.concatenate([*x.values()])
+
+    def kept(y: Any) -> float:
+        return umap_map.recall(whole, y, 15)
+
+    apart = [umap_map.fitted(y, 15, 0.5, 0) + np.array([1e3 * i, 0.0]) for i, y in enumerate(x.values())]
+    together = kept(np.concatenate([run.data[p].obsm["X_shared_map"] for p in x]))
+    figures = percent(kept(np.concatenate(apart)), together, kept(umap_map.fitted(whole, 15, 0.5, 0)))
+    leak = attacks.own_center(sent, x)
+    return [run], [("shared-map", "hardened", "neighbours kept", *figures, leak, *cost_of(run))]
 
 
 def find_markers(story: Story, tell: Tell) -> Played:

@@ -326,7 +326,8 @@ class Kit:
     def check_differences(self, policy: Policy, adata: AnnData, matrix: str) -> None:
         """Raise `Refusal` if these cells differ from those of an earlier run in too few."""
         least = Thresholds().raised(policy.floors)
-        self.answered(policy).check(adata, matrix, self.donor_key, least, own_cells.columns_read(self.study))
+        columns, groups = own_cells.columns_read(self.study), own_cells.columns_read(self.study, grouped=True)
+        self.answered(policy).check(adata, matrix, self.donor_key, least, columns, groups)
 
     def count_run(
         self, policy: Policy, adata: AnnData | None = None, part: Study | None = None, *, more: bool = True
@@ -343,13 +344,24 @@ class Kit:
             if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
                 if adata is not None:
                     least = None if entry.small_change else Thresholds().raised(policy.floors)
-                    columns = own_cells.columns_read(self.study)
+                    columns, groups = (
+                        own_cells.columns_read(self.study),
+                        own_cells.columns_read(self.study, grouped=True),
+                    )
                     key, name = self.donor_key, self.study.name
-                    self.answered(policy).admit(adata, entry.data.matrix, key, name, least, columns)
+                    self.answered(policy).admit(adata, entry.data.matrix, key, name, least, columns, groups)
                 self.budget(policy).charge(entry.data.matrix, what, self._cost(entry, what, more=more))
             for key in ([self.study.digest.hex()] if more else []) + [one.workflow for one in what.parts]:
                 counts[key] = counts.get(key, 0) + 1
             files.write(self.path / "local" / COUNTS, json.dumps(counts, indent=1))
+
+    def admit_step(self, policy: Policy, part: Study, adata: AnnData) -> None:
+        """Raise `Refusal` if the cells or labels that a later step reads disclose a few cells with earlier answers."""
+        if (entry := self.approvals.entry(self.study)) is None or entry.data is None:
+            return
+        least = None if entry.small_change else Thresholds().raised(policy.floors)
+        columns, groups = own_cells.columns_read(part), own_cells.columns_read(part, grouped=True)
+        self.answered(policy).admit_step(adata, entry.data.matrix, self.study.name, least, columns, groups)
 
     def _counts(self) -> dict[str, int]:
         path = self.path / "local" / COUNTS

@@ -225,6 +225,7 @@ class Turn:
             if done:
                 if (adata := done[-1].outcomes[kit.me].adata) is not None:
                     check_floors(kit.me, part, policy, adata)
+                    kit.admit_step(policy, part, adata)
                 return adata
             if own is not None:
                 with errors.about(str(policy.data)):

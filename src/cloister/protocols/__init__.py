@@ -39,6 +39,8 @@ in which.
     workflows/cluster_cells/
       shared_prototypes     [LBG80] on groups of cells; sums ours        h
       common_clusters       [TWE19], on points drawn from these          h
+    workflows/shared_map/
+      common_map            [MHM18], on points drawn from prototypes     h
     workflows/find_markers/
       pooled_markers        [Wel47], [SMO21]; sums ours                  h
     workflows/compare_groups/

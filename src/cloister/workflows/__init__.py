@@ -37,6 +37,7 @@ SHIPPED = (
     "integrate",
     "cluster-cells",
     "find-markers",
+    "shared-map",
     "compare-groups",
     "model-outcome",
     "find-programs",

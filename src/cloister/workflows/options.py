@@ -26,16 +26,18 @@ def option(
     *,
     opens: bool = False,
     modes: tuple[str, ...] = (),
+    drawn: bool = False,
     retired: bool = False,
 ) -> Any:
     """A field of a workflow's options, with the line that `cloister explain` prints about it.
 
     `opens`: it decides what is opened, so that a site's own floor must be met by the number that the study agreed on.
-    `modes`: the modes that have this option; every mode if empty.
+    `modes`: the modes that have this option; every mode if empty. `drawn`: it names a column of obs that only appears
+    in figures at the site, so its groups are in no sum.
     `retired`: the next release has its default as a constant. Until then it is listed nowhere, and accepted with a
     warning.
     """
-    what = {"help": help, "opens": opens, "modes": modes, "retired": retired}
+    what = {"help": help, "opens": opens, "modes": modes, "retired": retired, "drawn": drawn}
     return dataclasses.field(default=default, metadata=what)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +36,9 @@ class OwnPolicy(Protocol):
     def labels(self) -> Mapping[str, str]: ...
     @property
     def floors(self) -> Mapping[str, int]: ...
+
+
+UNGROUPED = ("donor_key", "sample_key", "library_key")  # no sum is over the cells of one donor alone
 
 
 class OwnKit(Protocol):
@@ -88,7 +92,7 @@ def check_floors(me: Party, part: Study, policy: OwnPolicy, adata: AnnData) -> N
 
 def fingerprint_of(study: Study, me: Party, adata: AnnData) -> Fingerprint:
     """The fingerprint of a site's cells, with everything of them that an option of the study names."""
-    places = {f"obs[{name!r}]" for name in columns_read(study)}
+    places = {f"obs[{name!r}]" for name in columns_named(study)}
     keys: list[str | None] = []
     for _, workflow, options in pipeline.check_steps(study):
         places |= pipeline.needed(workflow, options, me)
@@ -96,14 +100,34 @@ def fingerprint_of(study: Study, me: Party, adata: AnnData) -> Fingerprint:
     return fingerprint(adata, places, next((key for key in keys if key), None))
 
 
-def columns_read(study: Study) -> set[str]:
+def columns_named(study: Study) -> set[str]:
     """Names in options of the study that may be columns of obs, those of results excepted."""
-    columns: set[str] = set()
-    for _, _, options in pipeline.check_steps(study):
-        for key, value in vars(options).items():
-            names = value if isinstance(value, list | tuple) else [value]
-            columns |= {name for name in names if isinstance(name, str) and not key.endswith("_added")}
+    return {name for _, _, options in pipeline.check_steps(study) for _, name in _names(options)}
+
+
+def columns_read(study: Study, *, grouped: bool = False) -> set[str]:
+    """Those of them that what the study opens depends on; with `grouped`, those by whose values it may sum cells.
+
+    A column that an earlier step of the study writes is not there yet when a run begins, so it is not among them.
+    """
+    columns, written = set[str](), set[str]()
+    for _, workflow, options in pipeline.check_steps(study):
+        places = {name: f"obs[{name!r}]" for field, name in _names(options) if not _apart(field, grouped=grouped)}
+        columns |= {name for name, place in places.items() if place not in written}
+        written |= {place for site in study.sites for place in pipeline.given(workflow, options, site)}
     return columns
+
+
+def _names(options: Any) -> Iterator[tuple[dataclasses.Field[Any], str]]:
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        for name in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(name, str) and not field.name.endswith("_added"):
+                yield field, name
+
+
+def _apart(field: dataclasses.Field[Any], *, grouped: bool) -> bool:
+    return bool(field.metadata.get("drawn")) or (grouped and field.name in UNGROUPED)
 
 
 def check_approved_cells(kit: OwnKit, adata: AnnData) -> Fingerprint:

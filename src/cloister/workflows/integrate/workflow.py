@@ -47,7 +47,7 @@ class Options:
     donor_key: str | None = option(None, "column of obs with donors; without it, cells are counted")
     min_donors: int = option(3, "smallest number of donors of such a group, with donor_key")
     max_share: float = option(0.9, "largest share of all cells that one site may claim; 1 disables the bound")
-    label_key: str = option("cell_type", "column of obs that colours own cells in the picture")
+    label_key: str = option("cell_type", "column of obs that colours own cells in the picture", drawn=True)
     key_added: str = option("X_integrated", "name in obsm")
 
     def __post_init__(self) -> None:
