@@ -130,3 +130,23 @@ def test_a_gene_that_one_donor_dominates_adds_nothing():
     assert not sums[:, 0].any()
     assert sums[:, 1].all()
     assert Own(params, mine, mine.names, Thresholds(10, 1)).genes.donors.tolist() == [3, 3]
+
+
+def test_a_gene_that_one_donor_dominates_after_top_coding_adds_nothing():
+    """Attack: one cell has 77 % of Σy² and is top-coded; of what is left, another donor had 97 %."""
+    y = np.ones((200, 2))
+    y[:, 0] = 0.0
+    y[0, 0], y[50:80, 0], y[[100, 150], 0] = 100.0, 10.0, 1.0
+    donor = np.repeat([0, 1, 2, 3], 50)
+    params = Params(SITES, HUB, kind="log", n_top_genes=2, n_components=1)
+    mine = Cells(("A", "B"), np.log1p(y), None, donor)
+    own = Own(params, mine, mine.names, Thresholds(10, 3))
+    before = np.square(y[:, 0])
+    assert 0.75 < before[0] / before.sum() < 0.9  # top-coded, and no donor has nine tenths
+    after = np.square(np.minimum(y[:, 0], own.cap[0]))
+    assert after[donor == 1].sum() / after.sum() > 0.96  # the old step opened this
+    sums = own.sums().values[1:].reshape(4, 2)
+    assert not sums[:, 0].any()
+    assert sums[:, 1].all()
+    unnamed = Own(params, Cells(("A", "B"), np.log1p(y)), mine.names, Thresholds(10, 3))
+    assert unnamed.sums().values[1] > 0

@@ -292,6 +292,27 @@ def test_log_ratios_of_donors_do_not_tell_of_few_cells_beside_many(few):
         assert table[0, 10] == before[0, 10]
 
 
+@pytest.mark.parametrize("big", [100, 1000])
+def test_log_ratios_of_donors_show_a_cell_that_has_most_of_its_donor(big):
+    """Open: Σ δ and Σ δ² of four donors, three of them alike, give the fourth, and with it the cell that dominates it.
+
+    The dominance rule sees Σ l², where logarithms hide that the cell has most of the counts.
+    """
+    c = case(sizes=(60, 90, 300), donors=4)
+    mine = c.inputs[C][0]
+    donor, kind = mine.cells.donor, np.array(mine.labels)
+    at = np.concatenate([np.flatnonzero((donor == d) & (kind == "B"))[:10] for d in range(4)])
+    x = with_counts(mine, 10, at, 1).cells.x.tolil()
+    x[at[0], 10] = big
+    mine = dataclasses.replace(mine, cells=dataclasses.replace(mine.cells, x=x.tocsr(), library=None))
+    number, total, square = (table[0, 10] for table in donor_tables(c, mine))
+    assert number == 4
+    largest = (total + np.sqrt(3 * (4 * square - total**2))) / 4  # if the other three are equal
+    per_cell = (2**largest - 2 ** ((total - largest) / 3)) * pooled_markers.PRIOR * 1e4
+    value = big / x.toarray()[at[0]].sum() * 1e4
+    assert abs(per_cell * 25 / value - 1) < 0.05  # of the donor's 25 cells
+
+
 def test_a_library_that_is_too_small_is_found_before_any_gene_is_chosen():
     """Attack: the genes in common are chosen so that an abort tells of a cell with more of them than its library."""
     c = case()

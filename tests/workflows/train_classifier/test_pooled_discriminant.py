@@ -471,6 +471,189 @@ def test_a_list_of_rare_genes_changes_no_value_of_another_site():
     assert counted_cells(before, x, names[:300])[1] > 0.95
 
 
+def test_no_list_of_genes_divides_the_cells_of_another_site_into_other_groups():
+    """Attack: one site names other genes in every run, so that the same cells of the others form other groups.
+
+    Groups were formed by the common genes. After eleven lists of 1000 of 1200 genes, every one of 290 cells of a label
+    was a combination of groups. Groups follow from all genes of their own site now.
+    """
+    x, names, labels = rare_cells()
+    base = logistic_terms.Params((Party("a"), Party("b")), HUB, n_top_genes=30, penalties=(1.0,))
+    mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(len(x), bool)).open_labels(base.min_cells)
+    rng = np.random.default_rng(0)
+    lists = [tuple(names[i] for i in np.sort(rng.permutation(1200)[:1000])) for _ in range(11)]
+
+    def isolated_cells(own):
+        """Cells that are a combination of the groups of all runs, where a site's own genes are `own` of the list."""
+        members = []
+        for common in lists:
+            at = [names.index(name) for name in own(common)]
+            cells = dataclasses.replace(mine, names=own(common), x=mine.x[:, at])
+            part = Part(Params(base), Start(common, ("large", "rare"), 0), cells)
+            part.first()
+            members.append(np.eye(len(part.similar))[part.similar.codes])
+        u, s, _ = np.linalg.svd(np.hstack(members), full_matrices=False)
+        return np.square(u[:, s > 1e-8]).sum(axis=1)
+
+    assert np.sum(isolated_cells(lambda common: common) > 0.999) == 290  # groups by the common genes, as it was
+    assert isolated_cells(lambda _: names).max() <= 0.1 + 1e-9
+
+
+def test_a_label_that_others_cancel_is_rounded_and_scored_as_its_own():
+    """Attack: a site that knows the sums of two labels from an earlier run subtracts them at L4.
+
+    The other sites' groups of both were then rounded as those of one label, which gave other multiples of 4 of the same
+    sums; and were taken for the last label at L6.
+    """
+    rng = np.random.default_rng(0)
+    n, g = 160, 40
+    x = np.log1p(rng.poisson(2.0, (n, g)) * rng.uniform(0.5, 1.5, (n, 1)))
+    names, kinds = tuple(f"G{i:02d}" for i in range(g)), ("a", "b", "c", "d")
+    labels = tuple(kinds[i % 4] for i in range(n))
+    base = logistic_terms.Params((Party("u"), Party("v")), HUB, kind="log", n_top_genes=g, penalties=(1.0,))
+    params, start = Params(base), Start(names, kinds, 0)
+    seen = []
+    for cancelled in (0, 2):
+        mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(n, bool))
+        part = Part(params, start, mine)
+        first = part.first().values
+        lie = np.zeros(4 + 5 * g)
+        lie[:cancelled] = -first[:cancelled]
+        lie[4 : 4 + cancelled * g] = -first[4 : 4 + cancelled * g]
+        lie[2:4] = first[2:4]
+        lie[4 + 2 * g : 4 + 4 * g] = first[4 + 2 * g : 4 + 4 * g]
+        lie[4 + 4 * g :] = 1000.0  # so that squares allow these sums
+        words = pooled_discriminant.words_for(params)
+        terms = pooled_discriminant.terms_of(params, start, (words(first) + words(lie)).view(np.int64))
+        terms = dataclasses.replace(terms, at=np.arange(g))
+        second = part.second(terms).values
+        assert len(part.whole) == np.sum([k >= cancelled for k in part.codes[group_rows(part)]])
+        assert set(part.whole.label) == set(range(len(terms.labels)))
+        seen.append(second)
+    np.testing.assert_array_equal(*seen)
+    own = part.codes[group_rows(part)]
+    sums = part.similar.means(x) * part.similar.cells[:, None]
+    once, merged = (pooled_discriminant.stepwise(sums, k, 4.0) for k in (own, np.where(own < 2, -1, own)))
+    assert np.mean(once[own < 2] != merged[own < 2]) > 0.1  # the old step
+
+
+def test_residuals_that_a_site_claims_lead_to_a_point_that_isolates_a_group():
+    """Attack: v knows R of an earlier run of the same study, and chooses its part of it within the checks of L6.
+
+    It succeeds, as stated: R at the second point is the sum and size of one group of at least ten cells.
+    """
+    c = case(seed=8, g=120, n_top_genes=100, n=2)
+    params, words = c.params, pooled_discriminant.words_for(c.params)
+    opened = [mine.open_labels(params.base.min_cells) for (mine,) in c.inputs.values()]
+    start = Start(opened[0].names, opened[0].own_labels, 0)
+    honest, other = (Part(params, start, mine) for mine in opened)
+    first = [part.first().values for part in (honest, other)]
+    terms = pooled_discriminant.terms_of(params, start, words(first[0] + 7 * first[1]).view(np.int64))
+    second = [part.second(terms).values for part in (honest, other)]
+    statistics = pooled_discriminant.statistics_of(params, terms, words(second[0] + 7 * second[1]).view(np.int64))
+    begin, groups, n = pooled_discriminant.Course.of(params, statistics), honest.whole, float(terms.counts.sum())
+    h, K = len(terms.at), len(terms.labels)
+
+    def after(residual):
+        linear = begin.solver.step(begin.points[0], residual, n)
+        return np.vstack([linear.coefficients, linear.intercept])
+
+    unmoved, unit = after(np.zeros((h + 1, K))), np.eye(h + 1)
+    effect = np.column_stack([(after(np.outer(e, np.eye(K)[0])) - unmoved)[:, 0] for e in unit])
+    most = np.append(np.sqrt(n * np.diag(statistics.gram)), n)[:, None]
+    errors = []
+    for alone in range(len(groups)):
+        wanted = np.where(np.eye(K)[groups.label] > 0, 30.0, -30.0)
+        wanted[alone] = np.roll(wanted[alone], 1)
+        target = np.linalg.lstsq(np.column_stack([groups.means, np.ones(len(groups))]), wanted, rcond=None)[0]
+        claim = np.linalg.lstsq(effect, target - unmoved, rcond=None)[0]
+        claim -= claim.mean(axis=1, keepdims=True)
+        claim *= min(1.0, 0.99 * (most / np.maximum(np.abs(claim), 1e-9)).min())
+        course = pooled_discriminant.Course(params, statistics, begin.solver, begin.points[:1], [])
+        course.take(words(claim).view(np.int64).ravel())
+        shown = groups.residuals(course.points[1])[:, groups.label[alone]]
+        whole = np.append(groups.means[alone], 1.0) * groups.cells[alone]
+        errors.append(np.abs(shown - whole).max() / whole.max())
+    assert max(errors) < 0.1
+    assert groups.cells.min() >= 10
+
+
+@pytest.mark.parametrize("target", [1e3, 2e4, 1e5])
+def test_a_target_at_which_single_cells_exceed_the_step_is_refused(target):
+    """Attack: a study with target_sum=1e5. Ten cells of a label then show how many of them express each gene."""
+    x = rare_cells()[0]
+    base = logistic_terms.Params((Party("a"), Party("b")), HUB, n_top_genes=30, penalties=(1.0,))
+    with pytest.raises(ParameterError, match="target_sum"):
+        Params(dataclasses.replace(base, target_sum=target))
+    Params(dataclasses.replace(base, kind="log", target_sum=target))  # not used
+    right = []
+    for t in (1e4, 1e5):
+        log = np.log1p(t * x / x.sum(axis=1, keepdims=True))
+        sums = np.rint(log[:10, :300].sum(axis=0) / 4) * 4
+        each = np.median(np.log1p(t / x.sum(axis=1)))
+        cells = (x[:10, :300] > 0).sum(axis=0)
+        among = (cells > 0) & (cells < 3)
+        right.append(np.mean((np.rint(sums / each) == cells)[among]))
+    assert right[0] < 0.5
+    assert right[1] > 0.95
+
+
+def test_studies_with_other_thresholds_form_other_groups():
+    """Open: a study can name other thresholds, and every one divides the same cells otherwise (Reveals)."""
+    x, names, labels = rare_cells()
+    base = logistic_terms.Params((Party("a"), Party("b")), HUB, n_top_genes=30, penalties=(1.0,))
+    members = []
+    for least in range(10, 25):
+        mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(300, bool), thresholds=Thresholds(least, 3))
+        part = Part(Params(base), Start(names, ("large", "rare"), 0), mine.open_labels(base.min_cells))
+        part.first()
+        member = np.zeros((300, len(part.similar)))
+        member[np.flatnonzero(part.keep), part.similar.codes] = 1
+        members.append(member)
+    u, s, _ = np.linalg.svd(np.hstack(members), full_matrices=False)
+    assert 0.5 < np.square(u[:, s > 1e-8]).sum(axis=1).max() < 1
+
+
+def group_rows(part):
+    """A row of each group."""
+    return np.unique(part.similar.codes, return_index=True)[1]
+
+
+def dictated(means, label, sizes, within, alone, classes, scale):
+    """A classifier of a party that chooses it freely: right about all groups, and wrong about one."""
+    wanted = np.where(np.eye(classes)[label] > 0, scale, -scale)
+    wanted[alone] = np.roll(wanted[alone], 1)
+    x = np.column_stack([means, np.ones(len(means))])
+    both = np.linalg.lstsq(x, wanted, rcond=None)[0]
+    return discriminant.residuals(discriminant.Linear(both[:-1], both[-1]), means, label, sizes, within)
+
+
+def test_residuals_at_a_dictated_point_are_a_group_at_most(monkeypatch):
+    """Attack: weights vanish for all groups but one, in every order of groups; R then is that group's sum and size.
+
+    This is what the argument allows: s in multiples of 4, over at least ten cells. All residuals at all points together
+    give no cell more than a tenth.
+    """
+    record = Recorder(monkeypatch)
+    check_no_errors(run_protocol(pooled_discriminant, case(seed=8, g=120, n_top_genes=100)))
+    part = record.parts[90, "L4"][0]
+    whole, K = part.whole, part.classes
+    found = [
+        [dictated(whole.means, whole.label, whole.cells, within, i, K, 60.0) for i in range(len(whole))]
+        for within in (np.zeros_like(whole.within), whole.within)
+    ]
+    errors = []
+    for residuals in found:
+        error = 0
+        for i, r in enumerate(residuals):
+            own = np.append(whole.means[i], 1.0) * whole.cells[i]
+            error = max(error, np.abs(r[:, whole.label[i]] - own).max() / own.max())
+        errors.append(error)
+    assert errors[0] < 1e-6  # the group, exactly, where cells do not scatter
+    assert errors[1] < 0.1  # nearly, where they do
+    assert leverage(np.eye(len(part.similar))[part.similar.codes]).max() <= 0.1 + 1e-9
+
+
 def steer(minimise, memory, rows, mean, targets):
     """A party that dictates all sums leads a fit to chosen points; yields these and the honest cells' gradients."""
     h, K = rows.x.shape[1], 2

@@ -192,15 +192,19 @@ class Expressing:
         return replace(self.shares, cell=None)
 
 
-def expressing(values: Values) -> Expressing:
-    """Per gene, how many cells of this site express it, and how many donors do where donors are named."""
+def expressing(values: Values, cap: F64 | None = None) -> Expressing:
+    """Per gene, how many cells of this site express it, and how many donors do where donors are named.
+
+    Of a gene with a `cap`, y counts up to that.
+    """
     g, start, mine = len(values.common), 0, values.mine
     cells, squares, largest = np.zeros(g, np.int64), np.zeros(g), np.zeros(g)
     people = 0 if mine.donor is None else int(mine.donor.max(initial=-1)) + 1
     of_donor = np.zeros((people, g))
     for y in values:
         there = y.data > 0
-        at, square = (y.indices, np.square(y.data)) if there.all() else (y.indices[there], np.square(y.data[there]))
+        data = y.data if cap is None else np.minimum(y.data, cap[y.indices])
+        at, square = (y.indices, np.square(data)) if there.all() else (y.indices[there], np.square(data[there]))
         cells += np.bincount(at, minlength=g)
         squares += np.bincount(at, square, minlength=g)
         np.maximum.at(largest, at, square)

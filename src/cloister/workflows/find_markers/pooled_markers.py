@@ -36,6 +36,8 @@ coordinator : which genes each site measured; names of labels of each site above
     them. Beside these:
 coordinator, site : over all sites together, per label: cells and donors; per label and gene: cells expressing it,
     mean and variance, and over donors mean and variance of the log ratio. A label that one site alone has: that site's.
+    A cell that has most of its donor's counts of a gene in a label, where that donor's ratio stands out from all the
+    others: about its counts per 10,000.
     With two sites: the other's sums.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort. It can leave out genes
     from those in common.

@@ -282,8 +282,13 @@ class Own:
         self.rows = Rows(mine.x.shape[0], mine.donor, least)
         self.values = Values(params, mine, common)
         found = expressing(self.values)
-        self.genes: Groups = self.rows.sized(found.cells, found.donors, found.one_donor)
         self.cap = caps(self.values, found, least.min_cells)  # of y per gene, where one cell would have most of Σy²
+        genes = self.rows.sized(found.cells, found.donors, found.one_donor)
+        if self.cap is not None and mine.donor is not None:  # without that cell, another donor may have nearly all
+            capped = expressing(self.values, self.cap)
+            both = genes.open & self.rows.sized(found.cells, found.donors, capped.one_donor).open
+            genes = replace(genes, open=both)
+        self.genes: Groups = genes
         self.last: tuple[Chosen, list[F64] | None, Limits] | None = None  # a space, l of its genes, and its limits
 
     def sums(self) -> Contribution:

@@ -32,9 +32,11 @@ So the covariance is that between groups plus a diagonal, as in factor analysis.
 A site's part of a sum is limited as follows. t and d are `min_label_cells` and `min_donors`, or more where the site's
 own settings say so.
 
-- Groups are formed once, before the first sum, from the site's own cells. L5 to L7 are functions of labels, sizes and
-  rounded sums of whole groups, and of the squares of L4. Whatever others send, and whatever they solve for, no opened
-  value of L5 to L7 changes unless one of these does.
+- Groups are formed once, before the first sum, from the site's own cells and all genes of the site. L5 to L7 are
+  functions of labels, sizes and rounded sums of whole groups, and of the squares of L4. Whatever others send, and
+  whatever they solve for, no opened value of L5 to L7 changes unless one of these does. A list of common genes divides
+  no cells into other groups. Another study may: labels, `min_label_cells`, `min_donors`, the layer and the library
+  sizes decide which groups there are.
 - L4, n_k and Σ_k l: over at least t cells of d donors of label k at this site. A gene whose effective number of cells,
   Σ l² / max l², is below t at the site, that fewer than d donors express, or of which one donor has more than nine
   tenths of Σ l², counts as zero in all of its cells, at L5 and L6 too. Sums of labels are multiples of 4, which is more
@@ -86,7 +88,7 @@ numbered here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,6 +129,7 @@ NAME = "pooled_discriminant"
 OPENINGS = 3  # and one for every step
 UNIT = 4  # sums of squares and products of log values are multiples of 1 / UNIT
 LABEL_STEP = 4.0  # sums of log values over the cells of a label, or of a group, are multiples of this
+TARGET_SUM = 1e4  # counts per cell; at 1e5, most values of one cell exceed LABEL_STEP
 LOCAL_GENES = 1000  # of a site that vary most, by which its cells are similar
 TAILS = 1.3  # genes of a cell vary together, so its typicality varies more than independent genes would make it
 DIRECTIONS = 30  # of these genes, likewise
@@ -145,6 +148,11 @@ class Params:
     def __post_init__(self) -> None:
         if not self.settings or self.steps < 0:
             raise ParameterError("expected at least one setting, and 0 steps or more")
+        if self.base.kind == "counts" and not self.base.embedding and self.base.target_sum != TARGET_SUM:
+            raise ParameterError(
+                f"expected target_sum={TARGET_SUM:g}, found {self.base.target_sum:g}: sums of log values in multiples "
+                f"of {LABEL_STEP:g} hide single cells at that target only; leave target_sum out"
+            )
 
     @property
     def refined(self) -> int:
@@ -239,6 +247,15 @@ def words_for(params: Params) -> Callable[[Any], U64]:
     return words
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Of some columns at a site."""
+
+    sums: F64  # of each label
+    squares: Contribution
+    shown: Bits  # columns that enough cells and donors here have
+
+
 class Part:
     """What one site adds to the sums."""
 
@@ -287,10 +304,12 @@ class Part:
         parts = [log[:, at].astype(np.float32) for log in self.logs()]
         return scipy.sparse.vstack(parts, format="csr")[np.flatnonzero(self.keep)]
 
-    def blocks(self) -> Any:
+    def blocks(self) -> Iterator[tuple[Any, slice]]:
         """L3: rows that take part, some at a time, with their positions among these."""
-        base = self.params.base
-        parts = [np.asarray(self.mine.x, np.float64)] if base.embedding else self.logs()
+        return self.kept([np.asarray(self.mine.x, np.float64)] if self.params.base.embedding else self.logs())
+
+    def kept(self, parts: Iterable[Any]) -> Iterator[tuple[Any, slice]]:
+        """The same of these rows."""
         row = done = 0
         for part in parts:
             keep = self.keep[row : row + part.shape[0]]
@@ -303,14 +322,24 @@ class Part:
     def first(self) -> Contribution:
         """L3, L4."""
         columns = self.start.columns if self.params.base.embedding else len(self.start.common)
-        K = self.classes
-        sums, squares, largest = np.zeros((K, columns)), np.zeros(columns), np.zeros(columns)
+        moments = self.moments(self.blocks(), columns)
+        self.shown = moments.shown
+        self.similar = self.group.similar(self.features(), self.codes, complete=True)
+        self.squares = rounded(self.params, moments.squares.values)
+        step = self.params.label_step
+        of_labels = self.group.grouped(self.codes, self.classes, np.rint(moments.sums * self.shown / step) * step)
+        self.sums = of_labels.values
+        return join([self.group.grouped(self.codes, self.classes), of_labels, moments.squares])
+
+    def moments(self, blocks: Iterable[Any], columns: int) -> Moments:
+        """L3: sums of each label and squares of these columns, and which of them enough cells and donors have."""
+        sums, squares, largest = np.zeros((self.classes, columns)), np.zeros(columns), np.zeros(columns)
         donor, by_donor = self.donors(), np.zeros((0, columns))
         if donor is not None:
             by_donor = np.zeros((int(donor.max(initial=-1)) + 1, columns))
-        for x, at in self.blocks():
+        for x, at in blocks:
             sparse = scipy.sparse.csr_matrix(x)
-            hot = one_hot(self.codes[at], K)
+            hot = one_hot(self.codes[at], self.classes)
             sums += (hot.T @ sparse).toarray()
             square = scipy.sparse.csr_matrix((np.square(sparse.data), sparse.indices, sparse.indptr), sparse.shape)
             squares += np.bincount(square.indices, square.data, minlength=columns)
@@ -321,27 +350,27 @@ class Part:
         donors, shares = None, Shares()
         if donor is not None:
             donors, shares = (by_donor > 0).sum(axis=0), Shares.of(squares, donor=by_donor.max(axis=0, initial=0.0))
-        second = self.group.counted(squares, cells, donors, shares)
-        self.shown = self.group.counted(np.ones(columns), cells, donors, shares).values > 0
-        self.similar = self.group.similar(self.features(sums.sum(axis=0), squares), self.codes, complete=True)
-        self.squares = rounded(self.params, second.values)
-        step = self.params.label_step
-        of_labels = self.group.grouped(self.codes, K, np.rint(sums * self.shown / step) * step)
-        self.sums = of_labels.values
-        return join([self.group.grouped(self.codes, K), of_labels, second])
+        shown = self.group.counted(np.ones(columns), cells, donors, shares).values > 0
+        return Moments(sums, self.group.counted(squares, cells, donors, shares), shown)
 
-    def features(self, sums: F64, squares: F64) -> F64:
-        """L3: what cells are similar by, from the site's own cells alone: directions of the genes that vary most."""
+    def features(self) -> F64:
+        """L3: what cells are similar by: directions of the site's own genes that vary most.
+
+        Common genes do not enter. Otherwise another site could have the same cells divided into other groups, by
+        another list of genes in every run, and ten runs would isolate single cells.
+        """
         n = len(self.codes)
         if not n:
             return np.zeros((0, 1))
         if self.params.base.embedding:
             return np.asarray(self.mine.x, np.float64)[self.keep]
-        assert self.shown is not None
-        mean = sums / n
-        variance = np.where(self.shown, np.maximum(squares / n - mean**2, 0.0), 0.0)
+        names = tuple(self.mine.names)
+        moments = self.moments(self.kept(log_values(self.params.base, self.mine, names)), len(names))
+        mean = moments.sums.sum(axis=0) / n
+        variance = np.where(moments.shown, np.maximum(moments.squares.values / n - mean**2, 0.0), 0.0)
         at = np.sort(np.argsort(-variance, kind="stable")[:LOCAL_GENES])
-        x = self.columns(at)
+        parts = self.kept(log_values(self.params.base, self.mine, names))
+        x = scipy.sparse.vstack([part[:, at].astype(np.float32) for part, _ in parts], format="csr")
         scale = 1 / np.sqrt(variance[at] + discriminant.SPREAD)
         centre = mean[at] * scale
         directions = np.random.default_rng(0).normal(size=(len(at), min(DIRECTIONS, len(at))))  # not a secret
@@ -362,16 +391,17 @@ class Part:
         codes = self.similar.codes
         sums = (one_hot(codes, len(self.similar)).T @ x).toarray()
         label = np.zeros(len(self.similar), np.int64)
-        label[codes] = self.codes
-        label = terms.kept[label] if len(label) else label
+        label[codes] = self.codes  # of this site: a label that others cancel in L4 is rounded like any other
         means = stepwise(sums, label, self.params.label_step) / np.maximum(self.similar.cells, 1)[:, None]
+        label = terms.kept[label] if len(label) else label
         squares = self.squares[terms.at]
         rounded_up = np.square(means).T @ self.similar.cells  # by the step: sums of squares above those of the cells
         self.scale = np.sqrt(np.where(rounded_up > squares, squares / np.maximum(rounded_up, 1e-300), 1.0))
         means *= self.scale
         between = (means.T * self.similar.cells) @ means
         within = np.maximum(squares - between.diagonal(), 0.0) / max(len(self.codes), 1)
-        self.whole = Grouped(label, self.similar.cells, means, within)
+        known = np.flatnonzero(label >= 0)  # of labels that L4 counts over all sites
+        self.whole = Grouped(label, self.similar.cells, means, within).only(known)
         between[np.diag_indices(len(terms.at))] = squares
         return self.similar.contribution(between[np.triu_indices(len(terms.at))])
 
