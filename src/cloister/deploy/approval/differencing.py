@@ -248,7 +248,7 @@ def check_new(earlier: list[Answered], new: RowPrints, least: Thresholds, groups
         for one in known:
             _check_pair(one, new, kind, least)
         _check_combinations(known, new, kind, least)
-        _check_groups(known, new, kind, least)
+        _check_donor_groups(known, new, kind, least)
     for one in earlier:
         for name in one.rows.columns.keys() & new.columns.keys():
             _check_column(one, new, name, least)
@@ -449,7 +449,7 @@ def _check_combinations(earlier: list[Answered], new: RowPrints, kind: str, leas
             )
 
 
-def _check_groups(earlier: list[Answered], new: RowPrints, kind: str, least: Thresholds) -> None:
+def _check_donor_groups(earlier: list[Answered], new: RowPrints, kind: str, least: Thresholds) -> None:
     """Reject the run if a combination of means of its groups and of earlier ones rests on too few donors.
 
     A mean over a group weighs its donors equally, and the cells of a donor equally. Coordinates are cells, in units in
