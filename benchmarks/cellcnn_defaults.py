@@ -33,6 +33,7 @@ from cloister.workflows.train_cellcnn.workflow import Options
 HERE = Path(__file__).resolve().parent
 RATES, STEPS = (0.05, 0.1, 0.2, 0.4, 0.8), (20, 40, 60, 80, 120)
 FILTERS, DECAYS = (4, 8, 16), (0.0, 0.01, 0.1)
+MARGIN = 0.005  # of the best setting's score, within which the one with the fewest steps is chosen
 LEAST = 3  # donors of a group: the default of min_donors
 PER_SITE = 4  # training donors of a class at each site, of generated cohorts
 DEFAULT = {"learning_rate": Options().learning_rate, "steps": Options().n_steps, "filters": Options().n_filters}
@@ -161,14 +162,20 @@ def choose(args, per="group"):
 
     def score(half, without=None):
         rows = [v for (name, n, h), v in mean.items() if h == half and name != without]
-        return np.mean(rows, axis=0)  # nan: a training of one cohort left what a site begins with
+        return np.mean(rows, axis=0)  # nan: a weight or logit beyond what a site begins with
 
     def best(half, without=None):
-        return settings[int(np.nanargmax(np.round(score(half, without), 4)))]
+        """Of the settings within MARGIN of the best one: fewest steps, then the smallest rate and model.
+
+        Without L2, which the encrypted step does not have; and twice the rate has to stay in range as well.
+        """
+        scores = dict(zip(settings, score(half, without), strict=True))
+        able = {s: x for s, x in scores.items() if s[2] == 0 and scores.get((s[0], 2 * s[1], 0.0, s[3]), np.nan) > 0}
+        return min((s for s, x in able.items() if x >= max(able.values()) - MARGIN), key=lambda s: (s[3], s[1], s[0]))
 
     lines = [f"chosen on splits 1 to {args.splits} of all cohorts, inputs per {per}: {named(best(0))}"]
     both = (score(0) + score(1)) / 2
-    for rank, k in enumerate(np.argsort(-np.nan_to_num(both))[:10]):
+    for rank, k in enumerate(np.argsort(-np.nan_to_num(both))[:5]):
         lines.append(f"  {rank + 1:2d}. {named(settings[k])}: {both[k]:.3f}")
     for what, of in (("by L2", 2), ("by filters", 0), ("by rate", 1), ("by steps", 3)):
         groups = {v: np.nanmax(both[[s[of] == v for s in settings]]) for v in sorted({s[of] for s in settings})}
@@ -179,12 +186,16 @@ def choose(args, per="group"):
         row = [both[settings.index((8, eta, 0.0, steps))] for e, steps in grid if e == eta]
         lines.append(f"  rate {eta:<5g}" + "".join(f"{x:>8.3f}" if x == x else "       -" for x in row))
     fixed = [(8, e, 0.0, s) for e, s in ((0.2, 20), (DEFAULT["learning_rate"], DEFAULT["steps"]))]
+    nested = []
     for name in COHORTS:
         pick = best(0, name)
+        nested += [[mean[name, n, 1][settings.index(s)] for s in (pick, *fixed)] for n in sites_of(name)]
         for n in sites_of(name):
             there = mean[name, n, 1]
             told = ", ".join(f"{named(s)} {there[settings.index(s)]:.3f}" for s in [pick, *fixed])
             lines.append(f"{name}, N={n}, splits that chose nothing (the first setting: best on other cohorts): {told}")
+    told = " / ".join(f"{x:.3f}" for x in np.mean(nested, axis=0))
+    lines.append(f"mean of these: best on other cohorts / {named(fixed[0])} / {named(fixed[1])}: {told}")
     return lines
 
 
