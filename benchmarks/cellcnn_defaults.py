@@ -1,14 +1,14 @@
-"""Defaults of train-cellcnn: chosen on other donors than the CMV ones, then scored there beside what needs no CellCnn.
+"""Defaults of train-cellcnn: chosen on other donors than CMV, then scored there beside what needs no CellCnn.
 
-    python benchmarks/cellcnn_defaults.py --part choose   learning rate, steps, filters and L2 on AML and generated donors
-    python benchmarks/cellcnn_defaults.py --part cmv      the chosen defaults on the CMV donors, ten splits, N = 2, 3, 5, 10
+    python benchmarks/cellcnn_defaults.py --part choose   learning rate, steps, filters, L2 on AML and generated donors
+    python benchmarks/cellcnn_defaults.py --part cmv      the defaults on the CMV donors, ten splits, N = 2, 3, 5, 10
     python benchmarks/cellcnn_defaults.py --part aml      the same on AML against normal (FlowCAP, two classes), N = 2
-    python benchmarks/cellcnn_defaults.py --part planted  by the frequency of planted cells, beside logistic regression
-    python benchmarks/cellcnn_defaults.py --part drawn    inputs per class and donor at the settings of `choose`
+    python benchmarks/cellcnn_defaults.py --part planted --max-pooling   by the frequency of planted cells
+    python benchmarks/cellcnn_defaults.py --part drawn    `choose` for inputs per class and per donor
 
-Everything is the clear twin, whose weights the encrypted training has to 1e-5. `choose` never reads the CMV donors. Its
-score of a setting is the mean accuracy on donors over all cohorts and numbers of sites; a cohort's nested score is that of
-the setting that is best on the other cohorts, on splits that chose nothing.
+Everything is the clear twin, whose weights the encrypted training has to 1e-5. `choose` never reads the CMV donors. The
+score of a setting is the mean accuracy on donors over all cohorts and numbers of sites. A cohort's nested score is that
+of the setting chosen on the other cohorts, on splits that chose nothing. LR is logistic regression.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 
 from cloister.cells.demo import demo_cohort
 from cloister.models import cellcnn
-from cloister.papers.baselines.mapping import linear_label
+from cloister.papers.baselines import cellcnn as baselines
 from cloister.workflows.train_cellcnn.workflow import Options
 
 HERE = Path(__file__).resolve().parent
@@ -207,33 +207,28 @@ def named(setting):
 # ---- beside it -------------------------------------------------------------------------------------------------------
 
 
-def regression(X, y, test):
-    """Logistic regression on donors' features, standardised by those of the training donors."""
-    if len(np.unique(y)) == 1:
-        return np.full(len(test), y[0])
-    mean, scale = X.mean(0), X.std(0)
-    scale = np.where(scale > 1e-9, scale, 1.0)
-    names = np.array([str(k) for k in y], dtype=object)
-    return np.asarray(linear_label((test - mean) / scale, (X - mean) / scale, names)).astype(int)
+def cells_of(split, which):
+    """All cells of these donors and whose they are, as a place in `which`."""
+    rows = [split.all.rows[d] for d in which]
+    x = split.prepare(split.all.X[np.concatenate(rows)]).astype(np.float64)
+    return x, np.repeat(np.arange(len(which)), [len(r) for r in rows])
 
 
-def means(split, which):
-    return np.stack([split.prepare(split.all.X[split.all.rows[d]]).mean(axis=0) for d in which])
+def by_means(split, which=None):
+    """Accuracy on test donors of logistic regression on the means of these donors, by default of all."""
+    which = split.train if which is None else which
+    label = split.all.label[which]
+    found = baselines.regress(
+        baselines.means(*cells_of(split, which)), label, baselines.means(*cells_of(split, split.test))
+    )
+    return (found == split.donor_labels).mean()
 
 
-def proportions(split, trained, clusters=20):
-    """A function from donors to their cells' shares of k-means clusters of the training donors' cells."""
-    from sklearn.cluster import KMeans
-
-    rng, D = np.random.default_rng(split.seed), split.all
-    rows = np.concatenate([rng.choice(D.rows[d], min(500, len(D.rows[d])), replace=False) for d in trained])
-    made = KMeans(clusters, n_init=3, random_state=split.seed).fit(split.prepare(D.X[rows]))
-
-    def shares(which):
-        found = [np.bincount(made.predict(split.prepare(D.X[D.rows[d]])), minlength=clusters) for d in which]
-        return np.stack([np.sqrt(f / f.sum()) for f in found])
-
-    return shares
+def by_proportions(split):
+    train, test = (cells_of(split, which) for which in (split.train, split.test))
+    middle = baselines.centres(*train, np.random.default_rng(split.seed))
+    r, q = (baselines.proportions(x, of, middle) for x, of in (train, test))
+    return (baselines.regress(r, split.all.label[split.train], q) == split.donor_labels).mean()
 
 
 def twin(split, n, sites, setting):
@@ -290,8 +285,7 @@ def compared(name, n, args):
             each = [alone(split, p, i, n, per) for i, p in enumerate(parts)]
             rows[f"a site alone, defaults per {per}, mean of sites"].append(np.mean(each, axis=0))
             rows[f"a site alone, defaults per {per}, best in hindsight"].append(max(each, key=lambda s: s[1]))
-        test, truth = means(split, split.test), split.donor_labels
-        each = [(regression(means(split, p), split.all.label[p], test) == truth).mean() for p in parts]
+        each = [by_means(split, p) for p in parts]
         rows["a site alone, mean expression + LR, mean of sites"].append([np.nan, np.mean(each)])
         rows["a site alone, mean expression + LR, best in hindsight"].append([np.nan, max(each)])
         for per in ("donor", "group"):
@@ -311,25 +305,14 @@ def compared(name, n, args):
     return lines
 
 
-def by_means(split):
-    made = regression(means(split, split.train), split.all.label[split.train], means(split, split.test))
-    return (made == split.donor_labels).mean()
-
-
-def by_proportions(split):
-    shares = proportions(split, split.train)
-    made = regression(shares(split.train), split.all.label[split.train], shares(split.test))
-    return (made == split.donor_labels).mean()
-
-
 # ---- planted cells ---------------------------------------------------------------------------------------------------
 
 
 def planted(args):
     """Accuracy on donors by the share of planted cells: three sites, four donors of a class at each, 36 new donors."""
     lines = [
-        f"planted cells over 1 % in all donors; three sites of eight donors, {args.splits} splits; accuracy on new donors:"
-        " defaults with groups of 3, per donor, mean expression + LR, 20 clusters + LR, CellCnn with max pooling, pooled"
+        f"planted cells beside 1 % in all donors; three sites of eight donors, {args.splits} splits; accuracy on new"
+        " donors: defaults with groups of 3, per donor; pooled: mean expression + LR, 20 clusters + LR, max pooling"
     ]
     for kind, share in itertools.product(args.kinds, (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)):
         rows = []
@@ -356,7 +339,9 @@ def max_pooled(split, args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["choose", "drawn", "cmv", "aml", "planted"], required=True)
-    parser.add_argument("--splits", type=int, default=10, help="of each cohort; `choose` takes as many again to confirm")
+    parser.add_argument(
+        "--splits", type=int, default=10, help="of each cohort; `choose` takes as many again to confirm"
+    )
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 3, 5, 10], help="of --part cmv")
     parser.add_argument("--inputs", type=int, default=400, help="multi-cell inputs per class, over all sites")
     parser.add_argument("--kinds", nargs="+", default=[*POPULATIONS], help="of --part planted")
