@@ -6,6 +6,9 @@ export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
+# four on two cores: many tests wait for a timeout and compute nothing; neighbours stay together and share fixtures
+WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help setup demo test test-all coverage mutants fuzz hashes oracle docs axe notebooks figures bench tables wheel sbom lint format clean
 
@@ -24,13 +27,13 @@ demo: $(STAMP)          ## one story on one set of cells, told by every workflow
 	$(BIN)/cloister demo --out demo
 
 test: $(STAMP) lint     ## what CI runs
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(STAMP) lint ## with the long tests
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
 
 coverage: $(STAMP)      ## fast tests with branch coverage, in build/coverage.xml
-	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report term:skip-covered --cov-report xml:build/coverage.xml
+	$(PYTEST) -m "not slow" --cov --cov-report term:skip-covered --cov-report xml:build/coverage.xml
 
 mutants: $(STAMP)       ## weaken every protocol in one place at a time, and say which behaviour notices; long, resumable
 	$(BIN)/python scripts/mutants.py

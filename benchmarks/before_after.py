@@ -29,8 +29,11 @@ import pandas as pd
 import cloister as cl
 try:
     from cloister.session import Session
-except ImportError:  # where it was before
-    from cloister.session import Session
+except ImportError:  # as it was called before
+    try:
+        from cloister.seat import Seat as Session
+    except ImportError:
+        from cloister.net.seat import Seat as Session
 
 spent, run_role = [], Session.run
 

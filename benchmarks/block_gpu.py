@@ -3,11 +3,14 @@
     python benchmarks/block_gpu.py                       65 x 192, ring 8192, 4096 samples, on a card
     python benchmarks/block_gpu.py --attention quadratic [--tokens 197 --width 768 --heads 12] [--where]
     python benchmarks/block_gpu.py --attention quadratic --samples 32 --blocks 6    tokens share ciphertexts
+    python benchmarks/block_gpu.py --attention quadratic --tokens 197 --width 768 --heads 12 --blocks 12 --samples 1 32
     python benchmarks/block_gpu.py --quick               17 x 64 on a card; without one, a tiny block on the CPU
     python benchmarks/block_gpu.py --device cpu          the same code on the CPU
 
 Random weights; a full batch of activations, encrypted by the owner at the block's door: a few samples, again and
-again. Messages are handed over as they are and counted. Every opening has its secret sums (`tied_answers`), which both
+again. More samples than a batch holds take several batches, one after the other.
+Messages are handed over as they are and counted.
+Every opening has its secret sums (`tied_answers`), which both
 sides compare after each block, as in a run: a block whose answers do not add up ends the benchmark. The first run warms
 the card up, the second is reported; the result is compared with the plain student on some tokens, features and samples.
 What does not fit on the card lies in the host's memory; how much that will be is said first. With `--where` there is
@@ -201,7 +204,8 @@ class Sides:
                 with clock("provider: ties"):
                     sums.answered(lo, fresh)
                 shelf.put(lo, fresh[:count], seed)
-                self.traffic.update(opened=count)
+                whole = 2 * how.primes + 2 * how.back  # both polynomials of every value each way, with all its primes
+                self.traffic.update(opened=count, whole=count * whole * self.crypto.degree * 4)
                 del fresh
             answers = self.round_trip(sums.controls, how, e.bytes(32))
             with clock("provider: ties"):
@@ -273,22 +277,19 @@ def sizes(s, crypto):
 def blocks(sides, encoder, flat, packed=1):
     """All blocks on values (T·d, samples), or (2·d, slots): their result, and the seconds of the whole."""
     s, crypto = encoder.shape, sides.crypto
-    sides.clock.spent.clear()
-    sides.traffic.clear()
     x = sides.encrypted(flat)
     planned = of_block(s, crypto, packed=packed)
     run = circuit.circuit_of(s, packed)(s, crypto, sides.refresh, encoder, sides.ev, planned, sides.pool)
     x = asyncio.run(run.enter(x))
     sides.ties.clear()
     sides.clock.settle()
-    sides.clock.spent.clear()
-    sides.traffic.clear()
+    spent, traffic = sides.clock.spent.copy(), sides.traffic.copy()  # before this batch: entering is no block's
     began = sides.clock.settle()
-    memory(sides.device, reset=True)
     for layer in range(s.depth):
         x = asyncio.run(run.block(x, layer))
         sides.agree(planned[layer * len(planned) // s.depth :][: len(planned) // s.depth])
-    return x, sides.clock.settle() - began
+    took = sides.clock.settle() - began
+    return x, took, sides.clock.spent - spent, sides.traffic - traffic
 
 
 def laid_out(b0, packed, crypto):
@@ -316,45 +317,64 @@ def read_back(sides, out, s, packed, samples):
     return list(range(s.tokens)), features, whole.transpose(2, 1, 0)[:samples]
 
 
-def measure(crypto, device, tokens, width, heads, repeats, at_once=0, attention="taylor", samples=0, depth=1, *, where):
+def several(crypto, device, tokens, width, heads, repeats, at_once, attention, samples, depth, *, where):
+    """A row for each number of samples, of one model."""
     encoder, x = encoder_of(tokens, width, heads, attention, depth)
     encoder = encoder.rounded(crypto.weight_bits)
     s = encoder.shape
-    packed = cheapest(s, crypto, samples).tokens if samples else 1
-    n = crypto.slots // packed
     polynomial.check_ranges(encoder, x)
     print(f"  the random model keeps its intervals; GiB {sizes(s, crypto)}", file=sys.stderr, flush=True)
-    b0 = polynomial.embed(encoder, x)
-    exact = b0
+    exact = b0 = polynomial.embed(encoder, x)
     for layer in range(depth):
         exact = polynomial.run_block(s, encoder.blocks[layer], exact, layer)
-    sides = Sides(crypto, device, at_once, where=where)
+    for number in samples or [0]:
+        sides = Sides(crypto, device, at_once, where=where)
+        yield measure(sides, encoder, b0, exact, repeats, number, where=where)
+        del sides
+
+
+def measure(sides, encoder, b0, exact, repeats, samples, *, where):
+    """So many samples in as many batches as they need; each batch holds others, and is compared with the student."""
+    s, crypto, depth = encoder.shape, sides.crypto, encoder.shape.depth
+    packed = cheapest(s, crypto, samples).tokens if samples else 1
+    n = crypto.slots // packed
+    count = -(-samples // n) if samples else 1
+    at_hand = [np.arange(i * n, i * n + min(n, samples or n)) % len(b0) for i in range(count)]
     planned = circuit.plan(s, crypto, 0, packed)
     keys = sides.hand_keys(planned.openings, packed)
-    out, wall = None, 0.0
+    memory(sides.device, reset=True)
+    wall, square, norm, spent, traffic = 0.0, 0.0, 0.0, collections.Counter(), collections.Counter()
     for number in range(repeats + where):
-        del out  # it may be half of the host's memory
         if number == repeats:
             sides.clock.idle = False
-        out, took = blocks(sides, encoder, laid_out(b0, packed, crypto), packed)
-        wall = took if number < repeats else wall
-        print(f"  {took:.2f} s{', watched' if number == repeats else ''}", file=sys.stderr, flush=True)
-    peak = memory(device)
-    at, features, found = read_back(sides, out, s, packed, len(x))
-    right = exact[:, at][:, :, features]
-    error = math.sqrt(float(((found - right) ** 2).sum() / (right**2).sum()))
-    per = min(samples or n, n)
-    down, up = (sides.traffic[way] / per / depth / 1e6 for way in ("down", "up"))
+        total, spent, traffic, square, norm = 0.0, collections.Counter(), collections.Counter(), 0.0, 0.0
+        for which in at_hand:
+            out, took, its, sent = blocks(sides, encoder, laid_out(b0[which], packed, crypto), packed)
+            total, spent, traffic = total + took, spent + its, traffic + sent
+            at, features, found = read_back(sides, out, s, packed, min(len(which), len(b0)))
+            right = exact[which[: len(found)]][:, at][:, :, features]
+            square, norm = square + float(((found - right) ** 2).sum()), norm + float((right**2).sum())
+            del out  # it may be half of the host's memory
+        wall = total if number < repeats else wall
+        print(f"  {total:.2f} s{', watched' if number == repeats else ''}", file=sys.stderr, flush=True)
+    peak, per = memory(sides.device), samples or n
+    down, up = (traffic[way] / 1e6 for way in ("down", "up"))
+    each = wall / per / depth
     return {
-        "tokens": tokens, "width": width, "heads": heads, "blocks": depth, "attention": attention,
-        "ring": crypto.degree, "tokens_in_a_ciphertext": packed, "batch": n, "samples": per, "device": device,
-        "rounds_per_block": (len(planned.rounds) - (1 if attention == "quadratic" else 2)) / depth,
-        "s": round(wall, 3), "ms_per_sample_and_block": round(wall / per / depth * 1e3, 4),
-        "ns_per_mac": round(wall / per / depth / macs(s) * 1e9, 4), "MB_down": round(down, 3), "MB_up": round(up, 3),
-        "MB_per_sample_and_block": round(down + up, 3), "openings": sides.traffic["opened"],
+        "tokens": s.tokens, "width": s.width, "heads": s.heads, "blocks": depth, "attention": s.attention,
+        "ring": crypto.degree, "tokens_in_a_ciphertext": packed, "batch": n, "batches": count, "samples": per,
+        "device": sides.device,
+        "rounds_per_block": (len(planned.rounds) - (1 if s.attention == "quadratic" else 2)) / depth,
+        "s": round(wall, 3), "ms_per_sample_and_block": round(each * 1e3, 4),
+        "ns_per_mac": round(each / macs(s) * 1e9, 4), "MB_down": round(down, 1), "MB_up": round(up, 1),
+        "MB_without_savings": round(traffic["whole"] / 1e6, 1),
+        "MB_per_sample_and_block": round((down + up) / per / depth, 3), "openings": traffic["opened"],
         "MB_switching_keys": round(keys, 2), "modulus_bits": crypto.count * crypto.bits,
-        "peak_GiB": round(peak, 1), "relative_error": float(f"{error:.2e}"),
-        "seconds_by_step": {k: round(v, 4) for k, v in sides.clock.spent.most_common()},
+        "s_per_sample_at_Gbit": {
+            f"{rate:g}": round((wall + (down + up + keys) * 8e-3 / rate) / per, 3) for rate in (0.1, 1.0, 10.0)
+        },
+        "peak_GiB": round(peak, 1), "relative_error": float(f"{math.sqrt(square / norm):.2e}"),
+        "seconds_by_step": {k: round(v, 4) for k, v in spent.most_common()},
     }  # fmt: skip
 
 
@@ -397,7 +417,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=0)
     parser.add_argument("--attention", choices=polynomial.ATTENTION, default="taylor")
     parser.add_argument("--repeats", type=int, default=0, help="default: 2 on a card, 1 elsewhere")
-    parser.add_argument("--samples", type=int, default=0, help="of a batch; default: as many as there are slots")
+    parser.add_argument("--samples", type=int, nargs="+", help="one row for each; default: a batch of all slots")
     parser.add_argument("--blocks", type=int, default=1)
     parser.add_argument("--where", action="store_true", help="name all seconds")
     parser.add_argument("--at-once", type=int, default=0, help="ciphertexts that are computed together")
@@ -415,20 +435,9 @@ def main() -> None:
     print(f"machine: {machine(device)}", flush=True)
     if device == "gpu":
         print(json.dumps(rates()), flush=True)
-    found = measure(
-        crypto,
-        device,
-        tokens,
-        width,
-        heads,
-        repeats,
-        args.at_once,
-        args.attention,
-        args.samples,
-        args.blocks,
-        where=args.where,
-    )
-    print(json.dumps(found, indent=1))
+    shape = tokens, width, heads, repeats, args.at_once, args.attention, args.samples, args.blocks
+    for found in several(crypto, device, *shape, where=args.where):
+        print(json.dumps(found, indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,10 @@
     python benchmarks/pipeline.py clusters            cluster-cells beside Leiden on the pooled cells, k-means, alone
     python benchmarks/pipeline.py clusters --quick    blood every sixth cell
     python benchmarks/pipeline.py clusters --scale 50000      three sites of so many simulated cells
+    python benchmarks/pipeline.py map                 shared-map beside UMAP of the pooled cells, and alone
+    python benchmarks/pipeline.py map --scale 50000   three sites of so many simulated cells
+    python benchmarks/pipeline.py template --scale 100000     the template `atlas` on so many simulated cells at 3 sites
+    python benchmarks/pipeline.py again               at which sites a second clustering of the same cells may be summed
     python benchmarks/pipeline.py markers             find-markers beside a t-test on the pooled cells, and alone
     python benchmarks/pipeline.py genes               choose-genes beside the same steps without caps, and alone
 
@@ -13,6 +17,9 @@ of two studies; glioblastoma of five patients; cytometry of one donor in three s
   ARI pooled   agreement with Leiden on the pooled integrated cells (the same graph: 15 neighbours, UMAP's weights,
                igraph), mean over six seeds; target 0.9 of the agreement between two seeds of that
   NMI, ARI     agreement with known types; target: not below pooled Leiden
+  recall       fraction of a cell's 15 (50) nearest cells of all sites in the joint space that are among the 15 (50)
+               nearest on the map, mean over 3000 cells; target 0.95 of pooled UMAP
+  same type    fraction of the 15 nearest cells on the map that are of the cell's type
 """
 
 from __future__ import annotations
@@ -55,17 +62,33 @@ def hard(whole):
     return whole[keep].copy()
 
 
-def sets(data, *, quick):
+def sets(data, *, quick, only=()):
+    """Names and cells; `only` some of the sets."""
+    made = {"blood": blood_sets, "lung": lung_set, "glioblastoma": tumour_set, "cytometry": cytometry_set}
+    for name in ("blood",) if quick else only or made:
+        yield from made[name](data, quick)
+
+
+def blood_sets(data, quick):
     every = 6 if quick else 1
     blood = ad.read_h5ad(data / "scrna" / "pbmc_federation.h5ad")[::every].copy()
     yield "blood", integrated(blood.copy(), "batch", "cell_type", None)
     if quick:
         return
     yield "blood, hard", integrated(hard(blood), "batch", "cell_type", None)
+
+
+def lung_set(data, quick):
     lung = ad.read_h5ad(data / "scrna" / "lung_ts_vs_hlca.h5ad")
     yield "lung", integrated(lung, "study", "cell_type_coarse", "batch")
+
+
+def tumour_set(data, quick):
     tumour = ad.read_h5ad(data / "scrna" / "glioblastoma_panobinostat_zhao.h5ad")
     yield "glioblastoma", integrated(tumour, "patient_id", "annotation", None)
+
+
+def cytometry_set(data, quick):
     with np.load(data / "cytometry" / "levine32_h2.npz") as f:
         x, names = f["X"].astype(float), f["label"].astype(str)
     order = np.random.default_rng(0).permutation(len(x))[:15000]
@@ -127,7 +150,79 @@ def clusters(data, *, quick):
         row("each site alone, names do not meet", alone)
 
 
-def clusters_at_scale(cells):
+def maps(data, *, quick, only=()):
+    from cloister.models import leiden, umap_map
+
+    for name, cells in sets(data, quick=quick, only=only):
+        x = np.concatenate([a.obsm["X_integrated"] for a in cells.values()])
+        kinds = np.concatenate([a.obs["cell_type"].astype(str).to_numpy() for a in cells.values()])
+        some = np.random.default_rng(1).permutation(len(x))[:3000]
+        pooled = {}
+
+        def row(what, y, x=x, kinds=kinds, some=some, pooled=pooled):
+            found = {k: umap_map.recall(x, y, k, some) for k in (15, 50)}
+            of = ""
+            if pooled:
+                of = f" ({' and '.join(f'{found[k] / pooled[k]:.3f}' for k in found)} of pooled)"
+            near = leiden.nearest(y[some], y, 16)[0][:, 1:]
+            same = float(np.mean(kinds[near] == kinds[some][:, None]))
+            said = " ".join(f"recall {r:.3f} of {k}" for k, r in found.items())
+            print(f"  {what:28s} {said}{of}  same type {same:.3f}", flush=True)
+            return found
+
+        print(f"{name}: {len(x)} cells at {len(cells)} sites ({', '.join(str(a.n_obs) for a in cells.values())})")
+        pooled |= row("pooled UMAP, seed 0", umap_map.fitted(x, 15, 0.5, 0))
+        row("pooled UMAP, seed 1", umap_map.fitted(x, 15, 0.5, 1))
+        for seed in range(3):
+            began = time.perf_counter()
+            run = rehearse("shared-map", {p: a.copy() for p, a in cells.items()}, timeout=600, seed=seed)
+            took = time.perf_counter() - began
+            row(f"shared-map, seed {seed}", np.concatenate([a.obsm["X_shared_map"] for a in run.data.values()]))
+        said = run.results["coordinator"]
+        cost = [c for p, c in run.cost.items() if p != "coordinator"]
+        print(f"  {'':28s} {said['prototypes']} prototypes, {said['points']} points, {said['sums']} sums, "
+              f"{max(c['bytes'] for c in cost) / 1e6:.1f} MB sent and "
+              f"{max(c['cpu_seconds'] for c in cost):.1f} CPU-s a site, "
+              f"{took:.0f} s")  # fmt: skip
+        alone = [umap_map.fitted(a.obsm["X_integrated"], 15, 0.5, 0) for a in cells.values()]
+        alone = [y + np.array([1e3 * i, 0.0]) for i, y in enumerate(alone)]
+        row("each site alone", np.concatenate(alone))
+        row("two principal components", umap_map.principal(x))
+
+
+def again(data, *, quick, only=()):
+    """Sums by cluster after one run of cluster-cells, then after another: whether the sites answer the second time."""
+    import tempfile
+
+    from cloister.deploy.approval.differencing import AnsweredCells
+    from cloister.disclosure import Thresholds
+    from cloister.errors import RefusedError
+
+    for name, cells in sets(data, quick=quick, only=only):
+        first = rehearse("cluster-cells", {p: a.copy() for p, a in cells.items()}, timeout=600).data
+        print(f"{name}: {len(cells)} sites of {', '.join(str(a.n_obs) for a in cells.values())} cells")
+        for what, options in (
+            ("the same study", {}),
+            ("another seed", {"seed": 1}),
+            ("resolution 0.8", {"resolution": 0.8}),
+            ("resolution 2", {"resolution": 2.0}),
+        ):
+            other = rehearse("cluster-cells", {p: a.copy() for p, a in cells.items()}, timeout=600, **options).data
+            refused = []
+            for p, a in first.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    answered, bare = AnsweredCells(Path(folder)), ad.AnnData(obs=a.obs[[]].copy())
+                    answered.admit(bare, p, None, "first")
+                    for key, source in (("first", a), ("second", other[p])):
+                        bare.obs[key] = source.obs["cluster"].astype(str)
+                        try:
+                            answered.admit_step(bare, p, key, Thresholds(), [key], [key])
+                        except RefusedError:
+                            refused.append(p)
+            print(f"  {what:16s} refused at {len(refused)} of {len(cells)} sites", flush=True)
+
+
+def at_scale(what, cells):
     rng = np.random.default_rng(0)
     kinds, sites = rng.normal(0, 3, (15, 30)), {}
     for p in ("one", "two", "three"):
@@ -136,12 +231,47 @@ def clusters_at_scale(cells):
         a.uns["X_integrated"] = {"space": "x"}
         sites[p] = a
     began = time.perf_counter()
-    run = rehearse("cluster-cells", sites, timeout=600)
+    run = rehearse(what, sites, timeout=600)
     cost = run.cost["one"]
-    print(f"3 x {cells} cells: {time.perf_counter() - began:.0f} s, {cost['cpu_seconds']:.0f} CPU-s a site, "
+    found = run.results["coordinator"]
+    said = f"{found['clusters']} clusters of 15 kinds" if "clusters" in found else f"{found['prototypes']} prototypes"
+    print(f"{what}, 3 x {cells} cells: {time.perf_counter() - began:.0f} s, {cost['cpu_seconds']:.0f} CPU-s a site, "
           f"{cost['bytes'] / 1e6:.1f} MB a site; "
           f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB for all parties together; "
-          f"{run.results['coordinator']['clusters']} clusters of 15 kinds")  # fmt: skip
+          f"{said}")  # fmt: skip
+
+
+def template(cells):
+    """The study that `cloister new study --template atlas` writes, on simulated counts of 2500 genes."""
+    import scipy.sparse
+
+    from cloister.cli.new import study_of
+    from cloister.study import parse_study
+
+    rng, genes, sites = np.random.default_rng(0), 2500, {}
+    rates = rng.gamma(0.3, 1.0, genes) * np.exp(rng.normal(0, 0.7, (15, genes)))
+    rates *= 400 / rates.sum(axis=1, keepdims=True)
+    for p in ("basel", "lugano", "vienna"):
+        kind = rng.integers(0, 15, cells // 3)
+        shift = np.exp(rng.normal(0, 0.2, genes))  # of the site
+        parts = [scipy.sparse.csr_matrix(rng.poisson(rates[k] * shift).astype(np.float32))
+                 for k in np.array_split(kind, len(kind) // 1000 + 1)]  # fmt: skip
+        a = ad.AnnData(scipy.sparse.vstack(parts).tocsr())
+        a.var_names, a.obs_names = [f"G{i}" for i in range(genes)], [f"{p}{i}" for i in range(len(kind))]
+        a.obs["cell_type"] = [f"kind {k}" for k in kind]
+        sites[p] = a
+    began = time.perf_counter()
+    text = study_of("atlas", []).replace("seed = 0", "seed = 0\ntimeout = 3000.0")
+    series = rehearse(parse_study(text), sites)
+    series.check()
+    took = time.perf_counter() - began
+    for name, run in series.runs.items():
+        cost = [c for p, c in run.cost.items() if p != "coordinator"]
+        each = [max(c[what] for c in cost) for what in ("cpu_seconds", "bytes")]
+        print(f"  {name:14s} {max(c['seconds'] for c in run.cost.values()):5.0f} s, "
+              f"{each[0]:5.0f} CPU-s and {each[1] / 1e6:6.1f} MB a site", flush=True)  # fmt: skip
+    print(f"template atlas, 3 x {cells // 3} cells: {took:.0f} s; "
+          f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB for all parties together")  # fmt: skip
 
 
 def pooled_markers(x, library, kinds, wanted):
@@ -260,13 +390,20 @@ def genes(data):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["clusters", "markers", "genes"])
+    parser.add_argument("what", choices=["clusters", "template", "again", "map", "markers", "genes"])
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--only", nargs="*", default=(), help="sets of `map` and `again`: blood, lung, glioblastoma, cytometry"
+    )
     parser.add_argument("--scale", type=int, default=0)
     given = parser.parse_args()
-    if given.scale:
-        clusters_at_scale(given.scale)
+    if given.what == "template":
+        template(given.scale or 100_000)
+    elif given.scale:
+        at_scale({"clusters": "cluster-cells", "map": "shared-map"}[given.what], given.scale)
+    elif given.what in ("map", "again"):
+        {"map": maps, "again": again}[given.what](given.data, quick=given.quick, only=given.only)
     elif given.what != "clusters":
         {"markers": markers, "genes": genes}[given.what](given.data)
     else:

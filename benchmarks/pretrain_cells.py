@@ -64,10 +64,41 @@ def thinned(adata, rng):
     return other
 
 
-def main() -> None:
+def train(own, out: Path, epochs: int) -> None:
+    """Teacher and student of these cells' types, exported with a panel of their genes."""
     import torch
 
     from cloister.models import polynomial, student
+    from cloister.workflows.adapt_model.inference import inputs_of
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    card = {"kind": "cells", "genes": panel(own, GENES), "per_token": PER_TOKEN, "target": 2000.0, "unit": 6.0}
+    rng, kinds = np.random.default_rng(0), own.obs["cell_type"].to_numpy()
+    x = np.concatenate([inputs_of(a, card) for a in (own, thinned(own, rng), thinned(own, rng))])
+    labels = sorted(set(kinds))
+    y = torch.tensor([labels.index(k) for k in kinds] * 3)
+    inputs = torch.as_tensor(x, dtype=torch.float32)
+    teacher = student.Transformer(
+        GENES // PER_TOKEN + 1, 2 * PER_TOKEN, WIDTH, HEADS, 2 * WIDTH, DEPTH, len(labels), "pre", "gelu"
+    ).attend_by("quadratic")
+    torch.nn.init.normal_(teacher.positions, 0, 0.5)
+    began = time.process_time()
+    recipe = student.Recipe(epochs=epochs, rate=1e-3, last_rate=3e-4, batch_size=64)
+    student.tune_teacher(teacher, inputs, y, recipe)
+    right = [float((teacher(inputs[: own.n_obs]).argmax(1) == y[: own.n_obs]).float().mean())]
+    print(f"teacher: {right[0]:.3f} of its own cells, {time.process_time() - began:.0f} CPU-s", flush=True)
+    made, _ = student.distil(teacher, inputs, y, recipe)
+    right.append(float((made(inputs[: own.n_obs]).argmax(1) == y[: own.n_obs]).float().mean()))
+    print(f"student: {right[1]:.3f}, {time.process_time() - began:.0f} CPU-s", flush=True)
+    student.export(made, x, card, rank=RANK).save(out, half=True)
+    again = polynomial.Encoder.load(out)
+    polynomial.check_ranges(again, x)
+    print(f"{out.name}: {out.stat().st_size / 1e3:.0f} kB, {GENES} genes, width {WIDTH}, {DEPTH} blocks")
+
+
+def main() -> None:
+    from cloister.models import polynomial
     from cloister.workflows.adapt_model.inference import inputs_of
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -84,30 +115,7 @@ def main() -> None:
             polynomial.hidden(encoder, inputs_of(a, encoder.card), ranges)
         print(ranges.seen)
         return
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    card = {"kind": "cells", "genes": panel(own, GENES), "per_token": PER_TOKEN, "target": 2000.0, "unit": 6.0}
-    rng, kinds = np.random.default_rng(0), own.obs["cell_type"].to_numpy()
-    x = np.concatenate([inputs_of(a, card) for a in (own, thinned(own, rng), thinned(own, rng))])
-    labels = sorted(set(kinds))
-    y = torch.tensor([labels.index(k) for k in kinds] * 3)
-    inputs = torch.as_tensor(x, dtype=torch.float32)
-    teacher = student.Transformer(
-        GENES // PER_TOKEN + 1, 2 * PER_TOKEN, WIDTH, HEADS, 2 * WIDTH, DEPTH, len(labels), "pre", "gelu"
-    ).attend_by("quadratic")
-    torch.nn.init.normal_(teacher.positions, 0, 0.5)
-    began = time.process_time()
-    recipe = student.Recipe(epochs=args.epochs, rate=1e-3, last_rate=3e-4, batch_size=64)
-    student.tune_teacher(teacher, inputs, y, recipe)
-    right = [float((teacher(inputs[: own.n_obs]).argmax(1) == y[: own.n_obs]).float().mean())]
-    print(f"teacher: {right[0]:.3f} of its own cells, {time.process_time() - began:.0f} CPU-s", flush=True)
-    made, _ = student.distil(teacher, inputs, y, recipe)
-    right.append(float((made(inputs[: own.n_obs]).argmax(1) == y[: own.n_obs]).float().mean()))
-    print(f"student: {right[1]:.3f}, {time.process_time() - began:.0f} CPU-s", flush=True)
-    student.export(made, x, card, rank=RANK).save(args.out, half=True)
-    again = polynomial.Encoder.load(args.out)
-    polynomial.check_ranges(again, x)
-    print(f"{args.out.name}: {args.out.stat().st_size / 1e3:.0f} kB, {GENES} genes, width {WIDTH}, {DEPTH} blocks")
+    train(own, args.out, args.epochs)
 
 
 if __name__ == "__main__":

@@ -190,6 +190,18 @@ def integrate() -> Figure:
         )
 
 
+def quality_control() -> Figure:
+    from cloister.workflows.quality_control.figures import draw_quality, limits_in_words, measures_in
+
+    run = cl.rehearse("quality-control", data=cl.demo_sites())
+    found = run.data["basel"].uns["quality_control"]
+    names = measures_in(found)
+    with canvas(len(names), width=10.4, height=2.9) as c:
+        draw_quality(c, found)
+        told = limits_in_words(found, "total_counts")
+        return done(c, "quality-control", f"Counts, genes and doublet scores of three sites; counts that pass: {told}.")
+
+
 def choose_genes() -> Figure:
     sites = cl.demo_sites()
     run = cl.rehearse("choose-genes", data=sites, n_top_genes=300)
@@ -239,6 +251,28 @@ def cluster_cells() -> Figure:
         said = run.results["coordinator"]
         alt = f"Cells of three sites in {said['clusters']} common clusters, from {said['prototypes']} prototypes."
         return done(c, "cluster-cells", alt)
+
+
+def shared_map() -> Figure:
+    from cloister.models import umap_map
+    from cloister.workflows.shared_map.figures import shade
+
+    sites = cl.rehearse("shared-pca", data=cl.demo_sites(), n_components=20, n_top_genes=300).data
+    moved = cl.rehearse("integrate", data=sites).data
+    run = cl.rehearse("shared-map", data=moved)
+    x = np.concatenate([a.obsm["X_integrated"] for a in moved.values()])
+    ours = umap_map.recall(x, np.concatenate([run.data[p].obsm["X_shared_map"] for p in moved]), 50)
+    pooled = umap_map.recall(x, umap_map.fitted(x, 15, 0.5, 0), 50)
+    every = np.concatenate([a.obs["cell_type"].astype(str) for a in run.data.values()])
+    kinds = sorted(sorted({*every}, key=lambda kind: -np.sum(every == kind))[: len(COLOURS)])
+    with canvas(3, width=10.4, height=3.0) as c:
+        for axis, (p, a) in zip(c.axes, run.data.items(), strict=True):
+            points(axis, a.obsm["X_shared_map"], a.obs["cell_type"].astype(str), kinds, title=f"{p}, {a.n_obs} cells")
+            shade(axis, a.uns["X_shared_map"])
+            axis.set(xlabel="", ylabel="", xticks=[], yticks=[])
+        legend(c.axes[-1])
+        alt = f"Cells of three sites on one map. Neighbours kept of 50: {ours:.3f}; pooled UMAP {pooled:.3f}."
+        return done(c, "shared-map", alt)
 
 
 def find_markers() -> Figure:
@@ -373,7 +407,7 @@ def propagate_labels() -> Figure:
     for p, a in sites.items():
         keep = rng.random(a.n_obs) < (0 if p == "vienna" else 0.2)
         a.obs["some"] = a.obs["cell_type"].astype(object).where(keep)
-    run = cl.rehearse("propagate-labels", data=sites, label_key="some", bits=1024, timeout=600.0)
+    run = cl.rehearse("propagate-labels", data=sites, label_key="some", use_rep="X_pca", bits=1024, timeout=600.0)
     a = run.data["vienna"]
     truth = a.obs["cell_type"].astype(str)
     names = truth.value_counts().index[:6].tolist()
@@ -399,7 +433,7 @@ def fine_tune() -> Figure:
     from cloister.cells import tables
 
     sites, truth, held = hidden_labels(0.2)
-    run = cl.rehearse("fine-tune", data=sites, label_key="known")
+    run = cl.rehearse("fine-tune", data=sites, label_key="known", use_rep="X_pca")
     baseline = linear_accuracy({p: tables.embedding(a, "X_pca") for p, a in sites.items()}, truth, held)
     pooled, alone = baseline.items()
     table = dict([pooled, ("cloister, hardened", hit_rate(run, truth, held)), alone])
@@ -595,9 +629,11 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "bin-values": bin_values,
     "shared-pca": shared_pca,
     "integrate": integrate,
+    "quality-control": quality_control,
     "choose-genes": choose_genes,
     "cluster-cells": cluster_cells,
     "find-markers": find_markers,
+    "shared-map": shared_map,
     "embed": embed,
     "find-outliers": find_outliers,
     "map-labels": map_labels,

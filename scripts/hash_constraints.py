@@ -7,7 +7,7 @@
     pip install --require-hashes --no-deps -r constraints-hashed.txt
     pip install --no-deps --no-build-isolation .
 
-The file holds what `cloister[dev]` and the extras ot, he, flare, report, cluster and privacy's accountant need on
+The file holds what `cloister[dev]` and the extras ot, he, flare, report, cluster, map and privacy's accountant need on
 Python 3.11 to 3.14. It leaves out flowio, which has no wheel since 1.3 and runs its build script (extra `fcs`), and
 what brings torch, whose files and dependencies differ between PyPI and PyTorch's own indices. The dependencies are read
 from the packages that are installed here. The index is the one in pip's settings, else pip's default.
@@ -31,7 +31,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PINS, HASHED = ROOT / "constraints.txt", ROOT / "constraints-hashed.txt"
-EXTRAS = ("ot", "he", "flare", "report", "cluster", "docs", "dev")
+EXTRAS = ("ot", "he", "flare", "report", "cluster", "map", "docs", "dev")
 BESIDE = ("dp-accounting", "pip", "setuptools", "wheel")
 LEFT_OUT = {"torch", "flowio"}
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")

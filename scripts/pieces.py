@@ -36,7 +36,7 @@ from typing import Any
 import cloister
 from cloister import protocols, workflows
 from cloister.workflows.modes import LEAVES, STAYS, TOGETHER
-from cloister.workflows.options import options_in
+from cloister.workflows.options import listed_options, options_in
 
 ROOT = Path(__file__).parents[1]
 PIECE = re.compile(r"^<!-- made: ([^>]*?) -->\n.*?^<!-- /made -->$", flags=re.DOTALL | re.MULTILINE)
@@ -44,10 +44,12 @@ MALICIOUS = re.compile(r"(?:one |a )?(?:lying|malicious) (\w[\w ]*)")
 CENTER = ("coordinator", "aggregator", "server", "provider")  # whoever adds up, as the protocol calls it
 MEASURED = {  # what the demo measures, for a reader who has not read the workflow's page
     "bin-values": "values in the bin of the pooled quantiles",
+    "quality-control": "area under the curve of planted doublets",
     "choose-genes": "of the 300 genes that pooled cells choose",
     "shared-pca": "smallest cosine with the pooled space",
     "cluster-cells": "NMI of clusters with cell types",
     "find-markers": "of the 50 top markers of pooled cells",
+    "shared-map": "of 15 nearest cells, nearest on the map",
     "model-outcome": "standard error of the planted effect; smaller is better",
     "find-programs": "cosine with the pooled programs",
     "integrate": "neighbours from other hospitals, as a fraction of a random mixture",
@@ -121,7 +123,7 @@ def choice(default: Any, hint: Any) -> str:
 
 def options_table(name: str, *only: str) -> str:
     options = workflows.get(name).options
-    fields, hints = {f.name: f for f in dataclasses.fields(options)}, typing.get_type_hints(options)
+    fields, hints = {f.name: f for f in listed_options(options)}, typing.get_type_hints(options)
     usual = {f.name for f in options_in(options, modes(name)[0])}
     rows = []
     for key in only or tuple(fields):

@@ -14,6 +14,32 @@ settings.register_profile("house", derandomize=True, deadline=None)  # a change 
 settings.load_profile("house")
 
 
+HERE = Path(__file__).parent
+FEDERATED = (
+    "flare",
+    "plain_flare",
+    "door",
+    "origin",
+    "proxy",
+    "reasons",
+)  # with services and FLARE
+FLARE = tuple(f"deploy/test_{name}" for name in FEDERATED)
+RUNS = ("mpc", "protocols", "attacks", "papers", "workflows", "rehearsal", "deploy", "walk")
+NO_RUN = ("mpc/crypto", "workflows/test_modes")
+
+
+def kind_of(path):
+    """`flare`, `protocol` or `unit`, by where a file of tests lies."""
+    name = path.relative_to(HERE).as_posix()
+    if name.startswith(FLARE):
+        return "flare"
+    return "protocol" if name.startswith(tuple(f"{r}/" for r in RUNS)) and not name.startswith(NO_RUN) else "unit"
+
+
+def pytest_itemcollected(item):
+    item.add_marker(kind_of(item.path))
+
+
 @pytest.fixture(scope="module")
 def chromium():
     path = find()

@@ -126,7 +126,7 @@ def test_the_whole_demo(tmp_path):
     table, page = demo.run_demo(tmp_path, say=said.append)
     check_rows(table[1:])
     check_together_is_better(table[1:])
-    assert len(table) - 1 == 20
+    assert len(table) - 1 == 21
     text = page.read_text()
     assert all(word in text for word in ("no seed was picked", "What is measured", "a clone grows"))
     assert (tmp_path / "sites" / "vienna.h5ad").exists()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cloister.disclosure import Rows, Thresholds, constant, join
+from cloister.disclosure import Rows, Shares, Thresholds, constant, join
 from cloister.errors import DataError, ParameterError
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.receipts import Receipt
@@ -370,3 +370,42 @@ def test_in_a_clipped_mean_no_row_has_more_than_its_share():
         np.testing.assert_allclose(clipped.sum(axis=0), 0, atol=1e-6)
         squares = np.square(clipped).sum(axis=1)
         assert squares.max() <= 2 / len(length) * squares.sum() * (1 + 1e-9)
+
+
+# ---- dominance -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sum_that_one_cell_or_donor_dominates_is_zero():
+    """Ten cells of three donors each; by count alone every entry was open, and its sum nearly one cell's value."""
+    cells, donors = np.full(4, 10), np.full(4, 3)
+    rows = Rows(10, np.arange(10) % 3)
+    sums = np.array([100.0, 100.0, 100.0, 0.0])
+    one_cell, one_donor = np.array([99.0, 75.0, 10.0, 0.0]), np.array([99.0, 60.0, 91.0, 0.0])
+    assert rows.counted(sums, cells, donors).values.tolist() == sums.tolist()
+    part = rows.counted(sums, cells, donors, Shares.of(sums, one_cell, one_donor))
+    assert part.values.tolist() == [0.0, 100.0, 0.0, 0.0]
+    assert part.withheld == 2
+    assert rows.counted(sums, cells, donors, Shares.of(sums, one_cell)).values.tolist() == [0.0, 100.0, 100.0, 0.0]
+    assert Shares.of(sums, one_cell, one_donor).dominated.tolist() == [True, False, True, False]
+    assert rows.sized(cells, donors, Shares.of(sums, None, one_donor)).open.tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize(("sizes", "left"), [((90, 6, 6), 24), ((90, 2, 2), 0), ((20, 20, 20), 60), ((30, 20, 10), 60)])
+def test_of_a_donor_with_most_cells_of_a_group_those_that_are_too_many_are_left_out(sizes, left):
+    donor = np.repeat(np.arange(3), sizes)
+    rows, codes = Rows(len(donor), donor), np.zeros(len(donor), np.int64)
+    keep = rows.balanced_rows(codes, 1)
+    assert keep.sum() == left
+    by_donor = np.bincount(donor[keep], minlength=3)
+    assert 2 * by_donor.max() <= left
+    assert rows.open_rows(codes, 1).all()  # by count alone all were open
+    assert Rows(len(donor)).balanced_rows(codes, 1).all()
+
+
+def test_sums_over_all_rows_need_more_than_one_donor_with_most_of_them():
+    donor = np.repeat(np.arange(3), (95, 3, 2))
+    Rows(100, donor).check()
+    with pytest.raises(DataError, match="one donor has 95 of 100 cells here, more than 90%"):
+        Rows(100, donor).check(magnitudes=True)
+    Rows(100, np.repeat(np.arange(3), (88, 6, 6))).check(magnitudes=True)
+    Rows(100, donor, Thresholds(10, 1)).check(magnitudes=True)

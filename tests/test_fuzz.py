@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cloister.cells import probe
+
 FUZZ = Path(__file__).parents[1] / "fuzz"
 TARGETS = runpy.run_path(str(FUZZ / "targets.py"))["TARGETS"]
 CORPUS = {name: [path.read_bytes() for path in sorted((FUZZ / "corpus" / name).iterdir())] for name in TARGETS}
@@ -15,7 +17,9 @@ FAST = ("frame", "receipt", "journal", "study", "npz")
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_corpus(name):
+def test_the_corpus(name, monkeypatch):
+    monkeypatch.setattr(probe, "SECONDS", 1.0)  # HDF5 hangs on one of the files; what ends it is the processor's time,
+    monkeypatch.setattr(probe, "PATIENCE", 600.0)  # no clock
     assert CORPUS[name]
     for data in CORPUS[name]:
         TARGETS[name](data)

@@ -1,4 +1,7 @@
-"""`make docs`: the pages build without a warning, and fetch nothing from elsewhere."""
+"""`make docs`: the pages build without a warning, and fetch nothing from elsewhere.
+
+CI runs `make docs` for itself, so that building them all again is slow; what these pages hold is checked nightly.
+"""
 
 import re
 import runpy
@@ -20,6 +23,7 @@ def site(tmp_path_factory):
     return folder / "site"
 
 
+@pytest.mark.slow
 def test_every_page_is_there_and_nothing_is_fetched(site):
     pages = {p.relative_to(site).as_posix(): p.read_text(encoding="utf-8") for p in site.rglob("*.html")}
     for path in [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md"), *ROOT.glob("docs/notebooks/*.ipynb")]:
@@ -32,6 +36,7 @@ def test_every_page_is_there_and_nothing_is_fetched(site):
         assert not found, f"{name} fetches {found[0]}"
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_public_name(site):
     import cloister
 
@@ -52,7 +57,7 @@ def test_a_broken_link_fails(tmp_path):
     assert script["build"]() != 0
 
 
-def test_diagrams_are_drawn_with_every_step_and_nothing_unknown(site):
+def test_diagrams_are_drawn_with_every_step_and_nothing_unknown():
     script = runpy.run_path(str(ROOT / "scripts" / "diagrams.py"))
     told = "sequenceDiagram\nparticipant u as every <site>\nparticipant S as hub\nu->>S: L1 a\nloop n\nS->>u: L2\nend\n"
     drawn = script["draw"](told + "Note over u,S: both\n")
@@ -63,6 +68,10 @@ def test_diagrams_are_drawn_with_every_step_and_nothing_unknown(site):
     for wrong in ("pie", "sequenceDiagram\nalt x", "flowchart LR\nA[one] --- B[two]"):
         with pytest.raises(ValueError, match="not drawn"):
             script["draw"](wrong)
+
+
+@pytest.mark.slow
+def test_every_diagram_of_a_page_is_drawn(site):
     for page in [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/measured/*.md")]:
         wanted = page.read_text(encoding="utf-8").count("```mermaid")
         text = (site / page.relative_to(ROOT / "docs").with_suffix(".html")).read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
 import dataclasses
 import inspect
 import types
+import warnings
 from typing import Literal
 
 import pytest
@@ -12,6 +13,7 @@ from cloister.session import Outcome
 from cloister.study import Study
 from cloister.workflows import Workflow, check_plan, get, options_of, warnings_of
 from cloister.workflows.modes import Mode
+from cloister.workflows.options import options_in, read_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,3 +174,16 @@ def test_figures_of_predictions():
     options = types.SimpleNamespace(key_added="predicted")
     (figure,) = workflow.figures({"basel": Outcome(served), "lugano": Outcome()}, options)
     assert "basel: 0.8" in figure["alt"]
+
+
+def test_a_retired_option_is_accepted_with_a_warning_and_listed_nowhere():
+    kind = workflows.get("integrate").options
+    with pytest.warns(FutureWarning, match="option 'sigma' of 'integrate' goes in the next release, which always uses"):
+        assert read_options(kind, {"sigma": 0.2}, "integrate").sigma == 0.2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_options(kind, {"theta": 1.0}, "integrate")
+    assert "sigma" not in {f.name for f in options_in(kind, "hardened")}
+    with pytest.raises(ParameterError, match="no option 'zzz'; it has use_rep, ") as caught:
+        read_options(kind, {"zzz": 1}, "integrate")
+    assert "sigma" not in str(caught.value)

@@ -21,11 +21,13 @@ from cloister._version import __version__
 _WORKFLOWS = (  # each has a function of its name, the part of a site
     "bin_values",
     "find_outliers",
+    "quality_control",
     "choose_genes",
     "shared_pca",
     "integrate",
     "cluster_cells",
     "find_markers",
+    "shared_map",
     "compare_groups",
     "model_outcome",
     "find_programs",
@@ -60,6 +62,7 @@ _PUBLIC = {
     "load_model": "workflows.saved_models",
     "CellClassifier": "workflows.saved_models.cell_classifier",
     "Integration": "workflows.saved_models.integration",
+    "SharedMap": "workflows.saved_models.shared_map",
     "place_in_space": "workflows.shared_pca.workflow",
     "mapping_baselines": "papers.baselines.mapping",
     "group_baselines": "papers.baselines.groups",
@@ -68,6 +71,7 @@ _PUBLIC = {
     "cellcnn_baselines": "papers.baselines.cellcnn",
     "propagation_baselines": "papers.baselines.propagation",
     "adaptation_baselines": "papers.baselines.adaptation",
+    "advise": "rehearsal.advise",
 } | {name: f"workflows.{name}.workflow" for name in _WORKFLOWS}
 _MODULES = ("pl", "pp", "tl")
 

@@ -17,7 +17,10 @@ Kinds of sums and their criteria:
 - `grouped`, `overlapping`: a sum for each of k groups. A group below a threshold contributes zero. Suppressed groups
   must not have a complement: where groups partition the rows and the total is opened too, first drop the rows of small
   groups with `open_rows`, so that the total is over the rest.
-- `counted`: sums of sparse products, entry by entry. An entry needs enough terms that are not zero.
+- `counted`: sums of sparse products, entry by entry. An entry needs enough terms that are not zero. Where the terms are
+  magnitudes, `Shares` says which part of an entry one cell and one donor have: an entry of which one cell has more than
+  three quarters, or one donor more than nine tenths, is zero (the dominance rule of statistical disclosure control
+  [HDF+12]).
 - `coarse`: numbers of rows that meet conditions, in multiples of `min_cells`.
 - `weighted`: Σ_i w_ik v_i with real weights. The criterion is leverage, h_ik = w_ik² / Σ_j w_jk²: the largest part of
   column k that one row can have. The effective group size is 1 / max_i h_ik; m rows of equal weight have size m. The
@@ -33,6 +36,10 @@ thresholds, before the first message. A protocol that computes on the means of t
 of them, at points that other parties choose, any number of times: no opened value depends on less than a group.
 
 Rows are cells, or samples that stand for several cells each (`cells`). Where no donor is named, only cells count.
+
+References
+----------
+[HDF+12] Hundepool et al., Statistical Disclosure Control, Wiley 2012, 4.2: threshold, (n, k) dominance and p% rules.
 """
 
 from __future__ import annotations
@@ -48,6 +55,8 @@ from cloister.errors import DataError, ParameterError
 
 SPAN = 1e-11  # part of a column, outside the others, that counts as rounding
 SLACK = 1e-9  # of effective group sizes, which are quotients of floating-point sums
+CELL_SHARE = 0.75  # of a sum of magnitudes, at most, that one cell has
+DONOR_SHARE = 0.9  # the same of one donor
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,29 @@ class Contribution:
     def map(self, function: Callable[[Any], Array]) -> Contribution:
         """The same contribution in another form: encoded, scaled or reshaped."""
         return replace(self, values=function(self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Largest part that one cell, and one donor, has of each sum of magnitudes."""
+
+    cell: Array | None = None
+    donor: Array | None = None
+
+    @staticmethod
+    def of(total: Array, cell: Array | None = None, donor: Array | None = None) -> Shares:
+        """From sums of magnitudes and the largest part of one cell and one donor; 0 where the sum is 0."""
+        parts = (None if x is None else np.divide(x, total, out=np.zeros(np.shape(total)), where=total > 0)
+                 for x in (cell, donor))  # fmt: skip
+        return Shares(*parts)
+
+    @property
+    def dominated(self) -> Bits:
+        """Sums of which one cell has more than `CELL_SHARE` or one donor more than `DONOR_SHARE`."""
+        parts = [x > most * (1 + SLACK) for x, most in ((self.cell, CELL_SHARE), (self.donor, DONOR_SHARE))
+                 if x is not None]  # fmt: skip
+        found: Bits = np.logical_or.reduce(parts) if parts else np.zeros((), bool)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +247,36 @@ class Rows:
         keep[inside] = self.groups(codes, k).open[codes[inside]]
         return keep
 
+    def balanced_rows(self, codes: I64, k: int) -> Bits:
+        """Rows of groups that reach the thresholds, without those by which one donor has more than half of a group.
+
+        For sums of magnitudes over groups: means of a group are not nearly those of one donor. A group that does not
+        reach the thresholds after that has no rows.
+        """
+        keep = self.open_rows(codes, k)
+        if self.donor is None:
+            return keep
+        for code in np.unique(codes[keep]):
+            at = np.flatnonzero(codes == code)
+            left = self._undominated(at)
+            keep[at] = False
+            if self._reaches(left):
+                keep[left] = True
+        return keep
+
     def excluded(self, codes: I64, names: Sequence[str]) -> dict[str, int]:
-        """Names of the non-empty groups below a threshold, with their numbers of cells, for messages at this site."""
+        """Names of the non-empty groups without `balanced_rows`, with their cells, for messages at this site."""
         groups = self.groups(codes, len(names))
-        small = np.flatnonzero(~groups.open & ~groups.empty)
+        small = np.flatnonzero(
+            ~np.isin(np.arange(len(names)), codes[self.balanced_rows(codes, len(names))]) & ~groups.empty
+        )
         return {names[int(k)]: int(groups.cells[k]) for k in small}
 
-    def sized(self, cells: I64, donors: I64 | None) -> Groups:
+    def sized(self, cells: I64, donors: I64 | None, shares: Shares | None = None) -> Groups:
         """Groups whose cells and donors were counted some rows at a time; `donors` where they are named."""
         if (donors is None) != (self.donor is None):
             raise ParameterError("expected numbers of donors where donors are named, and none otherwise")
-        return self._judge(cells, donors)
+        return self._judge(cells, donors, shares)
 
     def summed(self, groups: Groups, sums: Array) -> Contribution:
         """Sums for each of these groups, (k, …); small groups are zero."""
@@ -380,19 +431,31 @@ class Rows:
         np.add.at(sums, at, weights)
         return sums
 
-    def _judge(self, cells: Array, donors: Array | None) -> Groups:
+    def _judge(self, cells: Array, donors: Array | None, shares: Shares | None = None) -> Groups:
         least = self.thresholds
         large: Bits = cells >= least.min_cells * (1 - SLACK)
         if donors is not None:
             large = large & (donors >= least.min_donors * (1 - SLACK))
+        if shares is not None:
+            large = large & ~shares.dominated.ravel()
         return Groups(cells, donors, large)
 
     # ---- contributions -----------------------------------------------------------------------------------------------
 
-    def check(self, what: str = "cells") -> None:
-        """Raise a `DataError` unless all rows together reach the thresholds."""
+    def check(self, what: str = "cells", *, magnitudes: bool = False) -> None:
+        """Raise a `DataError` unless all rows together reach the thresholds.
+
+        With `magnitudes`, also if one donor has more than nine tenths of them.
+        """
         groups = self.groups(np.zeros(self.n, np.int64), 1)
         if groups.open[0]:
+            if magnitudes and self.donor is not None and self.thresholds.min_donors > 1:
+                largest = int(np.bincount(self.donor, self.cells).max())
+                if largest > DONOR_SHARE * groups.cells[0]:
+                    raise DataError(
+                        f"one donor has {largest} of {int(groups.cells[0])} {what} here, more than {DONOR_SHARE:.0%}: "
+                        "sums over all of them are nearly that donor's; leave some of its cells out"
+                    )
             return
         least, cells = self.thresholds, int(groups.cells[0])
         if cells < least.min_cells:
@@ -471,13 +534,16 @@ class Rows:
         largest = max(float(np.linalg.norm(part, ord=2)) ** 2 for part in parts)
         return largest > (1 + SLACK) / self.thresholds.min_donors
 
-    def counted(self, sums: Array, cells: Array, donors: Array | None = None) -> Contribution:
+    def counted(
+        self, sums: Array, cells: Array, donors: Array | None = None, shares: Shares | None = None
+    ) -> Contribution:
         """Sums of which each entry is based on that many cells and donors here; entries below a threshold are zero.
 
         For sums with many zero terms, such as Σ_i x_ig x_ih of sparse x: `cells` counts the terms that are not zero.
+        With `shares`, entries that one cell or donor dominates are zero too.
         """
         flat = None if donors is None else np.ravel(donors)
-        groups = self._judge(np.ravel(cells), flat)
+        groups = self._judge(np.ravel(cells), flat, shares)
         return self._contribution(groups, np.ravel(sums)).map(lambda x: x.reshape(np.shape(sums)))
 
     def coarse(self, counts: I64, offset: int, times: int = 1) -> Contribution:
@@ -585,3 +651,8 @@ def _ranked(at: I64, values: F64, k: int, rank: int, weights: I64 | None = None)
     ranked = np.full(k, np.inf)
     ranked[there] = values[order[position[there]]]
     return ranked
+
+
+def largest_of(group: I64, values: F64, k: int, rank: int) -> F64:
+    """The `rank`-th largest value of each of k groups; -inf in groups of fewer."""
+    return -_ranked(group, -values, k, rank)

@@ -36,6 +36,7 @@ from cloister.report.figures import (
     canvas,
     draw_heatmap,
     draw_points,
+    draw_violins,
     heatmap_size,
     legend_beside,
     shown,
@@ -44,6 +45,7 @@ from cloister.report.figures import (
 )
 from cloister.workflows.compare_groups.figures import draw_volcano
 from cloister.workflows.find_markers.figures import best_genes, dots_size, draw_dots
+from cloister.workflows.quality_control.figures import draw_quality, measures_in
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -258,21 +260,25 @@ def violin(
             scaled = log if log is not None else key in COUNTED and bool((values > 0).any())
             usable = np.isfinite(values) & ((values > 0) if scaled else True)
             drawn = np.log10(values, where=usable, out=np.full(len(values), np.nan)) if scaled else values
-            for i, kind in enumerate(kinds):
-                here = drawn[(groups == kind) & usable]
-                colour = tone(order.index(kind))[0]
-                if len(np.unique(here)) > 1:
-                    body = axis.violinplot(here, [i], widths=0.8, showextrema=False)["bodies"][0]
-                    body.set(facecolor=colour, edgecolor=colour, alpha=0.65)
-                if len(here):
-                    axis.hlines(np.median(here), i - 0.25, i + 0.25, color="#1d2329", lw=1.5)
-            if scaled:
-                axis.yaxis.set_major_locator(_whole())
-                axis.yaxis.set_major_formatter(lambda v, _: f"{10**v:,.0f}")
-            turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if len(kinds) > 4 else {}
-            axis.set_xticks(range(len(kinds)), [shown(k, 18) for k in kinds], **turned)
+            parts = {kind: drawn[(groups == kind) & usable] for kind in kinds}
+            draw_violins(axis, parts, [order.index(kind) for kind in kinds], log=scaled)
             axis.set(ylabel=COUNTED.get(key, key))
-            axis.grid(visible=False, axis="x")
+        return _done(c, save)
+
+
+def quality(source: Source, *, key: str = "quality_control", save: str | Path | None = None) -> Figure:
+    """Draw what `quality-control` found: histograms of counts, genes, mitochondrial share and doublet scores by site.
+
+    Dashed lines are the common cut-offs. `key` is the name of the result in uns, which every site has alike.
+    """
+    cells = _cells(source)
+    found = next((a.uns[key] for a in cells.values() if key in a.uns), None)
+    if found is None:
+        there = listed(sorted({str(k) for a in cells.values() for k in a.uns} - {"cloister"}))
+        raise DataError(f"adata.uns[{key!r}] is missing; there is {there}. The workflow quality-control writes it.")
+    shown_there = measures_in(found)
+    with canvas(len(shown_there), 3.1 * len(shown_there) + 1.0, 2.9) as c:
+        draw_quality(c, found)
         return _done(c, save)
 
 
@@ -524,12 +530,6 @@ def _span(values: Any) -> tuple[float, float]:
 def _legend(axis: Any, key: str, n: int, **how: Any) -> None:
     more = f" (first {MOST_LABELS} of {n})" if n > MOST_LABELS else ""
     legend_beside(axis, title=f"{shown(key)}{more}", ncols=1 + (n > TALL), **how)
-
-
-def _whole() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(integer=True)
 
 
 def _done(c: Canvas, save: str | Path | None) -> Figure:

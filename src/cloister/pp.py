@@ -3,6 +3,8 @@
 from cloister._scanpy_names import workflows_as
 
 NAMES = {
+    "calculate_qc_metrics": "quality_control",
+    "scrublet": "quality_control",
     "highly_variable_genes": "choose_genes",
     "pca": "shared_pca",
     "harmony_integrate": "integrate",  # of scanpy.external

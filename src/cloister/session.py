@@ -29,7 +29,7 @@ from cloister.mpc.net.events import Event
 from cloister.mpc.net.mailbox import Mailbox
 from cloister.mpc.net.receipts import Entry, Receipt
 from cloister.mpc.session import SIGNED, party_rng, root_cause
-from cloister.study import Party, Study
+from cloister.study import Agreement, Party, Study
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -135,6 +135,7 @@ def open_session(
     on_receipt: Callable[[Receipt], None] | None = None,
     approval: Mapping[str, Any] | None = None,
     journal: Path | None = None,
+    agreement: Agreement | None = None,
 ) -> Iterator[Session]:
     """A party's place in one run, whatever carries the frames; it ends with the block.
 
@@ -143,10 +144,10 @@ def open_session(
     `reveals` holds the `Reveals` of every protocol that the study may run; the receipt ends with those of the protocols
     that did. `on_receipt` gets it however the run ends. `approval` is who allowed the run here, and on which cells.
     `journal` is a file in which every entry stands before its message leaves. Any error is told to the peers as an
-    abort, and raised here.
+    abort, and raised here. `agreement` is what the parties compare first, where that is more than the study.
     """
     with mpc.open_session(
-        study.agreement,
+        agreement or study.agreement,
         me,
         link,
         mailbox,

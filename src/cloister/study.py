@@ -3,7 +3,7 @@
     name = "three-hospitals"
     workflow = "bin-values"
     mode = "hardened"                   # or "published"
-    colluders = 0                       # sites that may help a lying coordinator; each lets fewer drop out
+    colluders = 0                       # sites that may help a malicious coordinator; each lets fewer drop out
 
     [parties]
     hub = "coordinator"                 # exactly one
@@ -120,7 +120,7 @@ class Study:
     seed: int = 0  # of the statistical part; secrets never depend on it
     timeout: float = 60.0  # seconds of silence, or of nobody computing, after which a wait ends
     patience: float = 86_400.0  # seconds after which any wait ends, whoever is computing
-    colluders: int = 0  # k: sites that may help a lying coordinator, and sums still open once and whole
+    colluders: int = 0  # k: sites that may help a malicious coordinator, and sums still open once and whole
     network: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[Party, bytes] = field(default_factory=dict)  # Ed25519 public keys
     governance: Mapping[str, str] = field(default_factory=dict)  # why, by whose leave and until when; in words

@@ -5,6 +5,7 @@ from cloister._scanpy_names import workflows_as
 NAMES = {
     "pca": "shared_pca",
     "leiden": "cluster_cells",
+    "umap": "shared_map",
     "rank_genes_groups": "find_markers",
     "ingest": "map_labels",
     "outliers": "find_outliers",

@@ -108,7 +108,7 @@ def new_step(noise=None):
 @pytest.fixture
 def trained(tmp_path):
     """Run `stage=train` on stored taps, in a mode; returns the run and what travelled, by name."""
-    sites = {p: a[:60].copy() for p, a in demo_data.demo_sites().items()}
+    sites = {p: a[:24].copy() for p, a in demo_data.demo_sites().items()}
     encoder = polynomial.Encoder.load(demo_data.demo_encoder())
 
     def call(mode, **more):

@@ -41,7 +41,7 @@ def attacked(X, answer, seed, **options):
     params = Params(SITES, HUB, **options)
     scaling = pooled_scaling.fenced_scaling([X], params.thresholds)
     tally, rng = Malicious(answer), np.random.default_rng(seed)
-    outline, geometry = counted_forest.grow_plainly(params, scaling, [X], bytes([seed]) * 32, rng, tally=tally)
+    outline, geometry = counted_forest.grow_plainly(params, scaling, [X], bytes([seed]) * 32, rng, totals=tally)
     ranges = []
     for (nodes, _, _), honest in zip(outline.ranges, tally.honest, strict=True):
         some = honest.reshape(len(nodes), 2, -1) > 0

@@ -37,7 +37,7 @@ def product_read(values, space):
 
 
 def opened(together):
-    own = shared_pca.Own.of(PARAMS, site(together), NAMES, Thresholds(10, 3))
+    own = shared_pca.Own(PARAMS, site(together), NAMES, Thresholds(10, 3))
     logs = np.concatenate([*own.logs(shared_pca.Chosen(np.arange(3), np.zeros(3), np.ones(3), 120))])
     space = shared_pca.Chosen(np.arange(3), logs.mean(axis=0), logs.std(axis=0, ddof=1), 120)
     truth = float((logs[:, 0] * logs[:, 1]).sum())
@@ -58,7 +58,7 @@ def test_products_of_enough_cells_are_exact():
 
 def test_what_is_opened_depends_on_means_only():
     """The cell that has both genes could have any other values with the same sums per gene."""
-    own = shared_pca.Own.of(PARAMS, site(1), NAMES, Thresholds(10, 3))
+    own = shared_pca.Own(PARAMS, site(1), NAMES, Thresholds(10, 3))
     space = shared_pca.Chosen(np.arange(3), np.full(3, 0.5), np.ones(3), 120)
     logs = np.concatenate([*own.logs(space)])
     expected = logs[:, 0].sum() * logs[:, 1].sum() / 120

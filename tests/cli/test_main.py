@@ -62,7 +62,7 @@ def test_help_imports_nothing_heavy():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-VERBS = ["explain", "check", "rehearse", "run", "receipt", "report", "demo", "provision", "site", "doctor"]
+VERBS = ["explain", "check", "rehearse", "advise", "run", "receipt", "report", "demo", "provision", "site", "doctor"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -12,7 +12,7 @@ from cloister.errors import ParameterError, UsageError
 from cloister.study import Study
 from cloister.workflows.pipeline import check_steps
 
-CHAIN = ["choose-genes", "shared-pca", "integrate", "cluster-cells", "find-markers"]
+CHAIN = ["quality-control", "choose-genes", "shared-pca", "integrate", "cluster-cells", "find-markers", "shared-map"]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -32,7 +32,7 @@ def test_atlas_chains_the_pipeline_and_explains_every_step(tmp_path):
     assert [part.workflow for part, _, _ in check_steps(study)] == CHAIN
     assert sorted(study.sites) == ["basel", "lugano", "vienna"]
     text = path.read_text()
-    assert [f"Step {i}" for i in range(1, 6)] == re.findall(r"^# (Step \d)\.", text, flags=re.MULTILINE)
+    assert [f"Step {i}" for i in range(1, 8)] == re.findall(r"^# (Step \d)\.", text, flags=re.MULTILINE)
     # an option in a comment is one that the step has
     for part, workflow, _ in check_steps(study):
         block = text.split(f'workflow = "{part.workflow}"')[1].split("[[step]]")[0]
@@ -40,7 +40,8 @@ def test_atlas_chains_the_pipeline_and_explains_every_step(tmp_path):
         assert {*named} <= {*workflow.options.__dataclass_fields__}
 
 
-def test_atlas_runs_from_counts_to_markers(tmp_path):
+def test_atlas_runs_from_counts_to_a_map(tmp_path):
+    pytest.importorskip("umap", reason="the extra `map`")
     text = study_of("atlas", [])
     text = text.replace("n_top_genes = 2000", "n_top_genes = 200").replace("n_components = 50", "n_components = 10")
     (tmp_path / "study.toml").write_text(text)
@@ -57,6 +58,7 @@ def test_atlas_runs_from_counts_to_markers(tmp_path):
     markers = series.data["vienna"].uns["markers"]
     assert {*markers["label"].astype(str)} <= names[0]
     assert len(cl.pl.dotplot(series).axes) == 2
+    assert series.data["vienna"].obsm["X_shared_map"].shape[1] == 2
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from cloister.cells.files import read_cells, write_cells
 from cloister.cli.main import app
 from cloister.models.harmony import Settings, Shifts, Trail
 from cloister.workflows.saved_models.integration import Integration
+from cloister.workflows.saved_models.shared_map import SharedMap
 
 ad = pytest.importorskip("anndata")
 
@@ -47,6 +48,19 @@ def test_cells_are_placed_and_written(paths):
     again = place(paths, "--out", paths / "other.h5ad", "--new-batch", "--key-added", "X_b")
     assert again.exit_code == 0, again.output
     assert not np.allclose(read_cells(paths / "other.h5ad").obsm["X_b"], back.obsm["X_integrated"])
+
+
+def test_cells_are_placed_on_a_map(paths):
+    rng = np.random.default_rng(3)
+    SharedMap(rng.normal(size=(90, 4)), rng.normal(size=(90, 2)), "X_pca", "").save(paths / "model.npz")
+    done = place(paths, "--out", paths / "placed.h5ad")
+    assert done.exit_code == 0, done.output
+    assert "obsm['X_shared_map'] of 60 cells" in " ".join(done.output.split())
+    assert read_cells(paths / "placed.h5ad").obsm["X_shared_map"].shape == (60, 2)
+    wrong = place(paths, "--out", paths / "other.h5ad", "--new-batch")
+    assert "needs cells in adata.obsm['X_pca'] and no other option" in str(wrong.exception)
+    labels = CliRunner().invoke(app, ["predict", str(paths / "model.npz"), str(paths / "new.h5ad")])
+    assert "a model of shared-map, which labels nothing" in str(labels.exception)
 
 
 def test_the_file_of_the_cells_is_not_written_over(paths):

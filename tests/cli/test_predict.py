@@ -69,7 +69,7 @@ def test_errors_are_one_sentence(trained, monkeypatch, capsys, words, code, mess
 def test_embeds_a_file_with_a_fine_tuned_model(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
     sites = {s: a[:60].copy() for s, a in demo_data.demo_sites().items()}
-    run = rehearse("fine-tune", sites, rounds=1, hidden=(8,))
+    run = rehearse("fine-tune", sites, use_rep="X_pca", rounds=1, hidden=(8,))
     run.model.save(tmp_path / "model.npz")
     write_cells(sites["vienna"], tmp_path / "new.h5ad")
     words = ("embed", tmp_path / "model.npz", tmp_path / "new.h5ad", "--out", tmp_path / "out.h5ad")

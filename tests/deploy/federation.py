@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import chat
@@ -89,6 +90,18 @@ class Federation:
         self.marks = folder / "marks"
         self.marks.mkdir()
         self.services: dict[str, subprocess.Popen] = {}
+        self._lines: list[contextlib.AbstractContextManager] = []
+
+    def behind(self, make) -> Any:
+        """Have all others reach the coordinator over a line of the test, `make(port)`; call it before `start`."""
+        where = free_port()
+        context = make(where)
+        self._lines.append(context)
+        inner = context.__enter__()
+        self.study = dataclasses.replace(self.study, network={"host": "localhost", "port": inner.port})
+        file = self.kits["hub"] / "local" / "site.toml"
+        file.write_text(f'listen = "127.0.0.1:{where}"\n' + file.read_text())
+        return inner
 
     def agree(self, **changes) -> Study:
         """Give every party the same changed study, and have all approve it."""
@@ -187,3 +200,5 @@ class Federation:
                 process.kill()
         for service in self.services.values():
             service.wait()
+        for each in self._lines:
+            each.__exit__(None, None, None)

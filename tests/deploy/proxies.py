@@ -186,3 +186,61 @@ netdb_filename none
                 place.chmod(place.stat().st_mode | 0o055)
     with _program([shutil.which("squid") or "", "-N", "-f", str(config)], port):
         yield port
+
+
+@dataclass
+class Line:
+    """A TCP line to a server that a test can break: `cut` resets all connections and refuses new ones, `hang` carries
+    nothing and says nothing, `heal` ends both."""
+
+    target: int
+    port: int = 0
+    _up: threading.Event = field(default_factory=threading.Event)
+    _cut: bool = False
+    _open: set[socket.socket] = field(default_factory=set)
+
+    def cut(self) -> None:
+        self._cut = True
+        for each in [*self._open]:
+            with contextlib.suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                each.shutdown(socket.SHUT_RDWR)
+
+    def hang(self) -> None:
+        self._up.clear()
+
+    def heal(self) -> None:
+        self._cut = False
+        self._up.set()
+
+    def handle(self, client: socket.socket) -> None:
+        if self._cut:
+            return
+        with socket.create_connection(("127.0.0.1", self.target)) as server:
+            self._open |= {client, server}
+            try:
+                back = threading.Thread(target=self._carry, args=(server, client), daemon=True)
+                back.start()
+                self._carry(client, server)
+                back.join()
+            finally:
+                self._open -= {client, server}
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                self._up.wait()
+                other.sendall(data)
+        for each in (one, other):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def line(target: int) -> Iterator[Line]:
+    made = Line(target)
+    made.heal()
+    with serving(made.handle) as made.port:
+        yield made
+        made.heal()
+        made.cut()

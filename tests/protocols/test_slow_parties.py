@@ -70,3 +70,44 @@ def test_an_attempt_ends_after_patience(stays):
     run = run_parties(study, parts, {})
     assert not set(run.outcomes) & set(SITES[:2])
     assert all(took[u] < 3 * PATIENCE for u in SITES[:2])
+
+
+async def many_rounds(ch, sites):
+    """Two sites exchange small messages for longer than the timeout, and compute next to nothing."""
+    if ch.me == HUB:
+        return "all"
+    one, two = sites[:2]
+    for _ in range(60 if ch.me in (one, two) else 0):
+        other = two if ch.me == one else one
+        if ch.me == one:
+            await ch.send(other, Drop())
+            await ch.recv(other, Drop)
+        else:
+            await ch.recv(other, Drop)
+            with ch.waiting():  # as while a message is on its way
+                await asyncio.sleep(0.05)
+            await ch.send(other, Drop())
+    return "all"
+
+
+def test_a_long_exchange_between_sites_is_no_silence():
+    """The coordinator gave up all sites after its timeout: "0 sites are left", at 6,000 cells of propagate-labels."""
+    study = Study(
+        name="test",
+        workflow="cloister.protocols.attempts",
+        parties={HUB: "coordinator"} | dict.fromkeys(SITES, "site"),
+        timeout=1.0,
+    )
+
+    async def lead(ch, params, *, entropy, identity):
+        return await retry_without_dropouts.lead(ch, SITES, 2, many_rounds)
+
+    async def follow(ch, params, *, entropy, identity):
+        return await retry_without_dropouts.follow(ch, HUB, many_rounds)
+
+    def part(role):
+        return lambda session, inputs: Outcome(result={"value": session.run(role, None)})
+
+    run = run_parties(study, {HUB: part(lead)} | dict.fromkeys(SITES, part(follow)), {})
+    assert run.errors == {}
+    assert run.outcomes[HUB].result["value"] == ("all", SITES)

@@ -187,7 +187,7 @@ def test_what_is_wrong_is_said_before_anything_runs(call, kind, said, monkeypatc
 def test_an_error_keeps_its_kind_when_the_site_is_named():
     for error in (MissingExtra("seal", "he"), PeerLost("p", "L1", "timeout"), DataError("no cells")):
         text = str(error)
-        with pytest.raises(type(error)) as e, rehearsal._named("basel", None):
+        with pytest.raises(type(error)) as e, rehearsal.named_site("basel", None):
             raise error
         assert str(e.value) == f"site 'basel': {text}"
 

@@ -10,9 +10,9 @@ import pytest
 from cloister.cells.demo import demo_sites
 from cloister.cli.receipt import receipt as show
 from cloister.errors import DataError, ReceiptError, UsageError
+from cloister.rehearsal.record import Drawing
 from cloister.rehearsal.rehearsal import rehearse
 from cloister.rehearsal.results import save_run
-from cloister.rehearsal.run import Drawing
 from cloister.study import Study
 
 SITES = ("basel", "lugano", "vienna")

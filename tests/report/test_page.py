@@ -14,9 +14,10 @@ from cloister.cells.files import read_cells
 from cloister.errors import DataError, MissingExtra, ProtocolAbort
 from cloister.mpc.net.events import Event
 from cloister.mpc.net.receipts import Entry, Receipt
+from cloister.rehearsal.record import PNG, Flow, plain
 from cloister.rehearsal.rehearsal import Fault, plan, rehearse
 from cloister.rehearsal.results import load_runs, save_run
-from cloister.rehearsal.run import PNG, Flow, Run, plain
+from cloister.rehearsal.run import Run
 from cloister.report.figures import confusion, curves, embedding, heatmap, histograms
 from cloister.report.learned import members_of
 from cloister.report.page import write_report

@@ -261,6 +261,7 @@ def results(side):
     yield "cover", side.put(sent)
     yield "cover, its masks", side.put(masks.view(np.uint32))
     yield "tap, lifted and flooded", side.flood(ev.combine([(1 << 37, long)]), 60 if wide else 40, K - 1)
+    yield "switched by keys of each", ev.switched(cts(3, 4, K - 1), np.array([[4, 0], [1, 2], [0, 4]]))
 
 
 def hashes(side):

@@ -18,9 +18,10 @@ from cloister.cells.files import write_cells
 from cloister.cli import main as cli
 from cloister.cli.rehearse import _check_free
 from cloister.errors import DataError, DiskError, ParameterError, ProtocolAbort
+from cloister.rehearsal.record import Drawing
 from cloister.rehearsal.rehearsal import rehearse
 from cloister.rehearsal.results import save_run
-from cloister.rehearsal.run import Drawing, Run
+from cloister.rehearsal.run import Run
 
 SITES = ("basel", "geneva", "lugano", "zurich")
 GENES = 60
@@ -184,8 +185,8 @@ def test_in_a_run_every_party_names_the_site_to_ask(what):
     ("workflow", "options"),
     [
         ("train-classifier", {"min_cells": 2, "use_rep": "X_pca"}),
-        ("propagate-labels", {"n_neighbors": 3}),
-        pytest.param("fine-tune", {"rounds": 1}, marks=pytest.mark.slow),
+        ("propagate-labels", {"use_rep": "X_pca", "n_neighbors": 3}),
+        pytest.param("fine-tune", {"use_rep": "X_pca", "rounds": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_other_workflows_that_collect_labels_refuse_two_spellings(workflow, options):

@@ -17,6 +17,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import polynomial
 from cloister.models.adapter import Adapted
 from cloister.models.learner import Table
+from cloister.papers.baselines.adaptation import without_provider
 from cloister.rehearsal.check_disclosure import check_disclosure
 from cloister.rehearsal.rehearsal import rehearse
 from cloister.study import Party, Step, Study
@@ -456,7 +457,8 @@ def check_baselines(run, tmp_path):
     import cloister as cl
 
     table = cl.adaptation_baselines(run, truth_key="truth", fine_tuning_rate=1e-2)
-    assert list(table) == ["each site alone", "together", "pooled", "linear probing", "full fine-tuning"]
+    without = ["no provider, each site alone", "no provider, pooled"]
+    assert list(table) == ["each site alone", "together", "pooled", "linear probing", "full fine-tuning", *without]
     asked = {s: run.data[s].obs["kind"].isna().to_numpy() for s in run.data}
     right = [
         (run.data[s].obs["predicted"].astype(str) == run.data[s].obs["truth"].astype(str))[asked[s]] for s in run.data
@@ -467,6 +469,18 @@ def check_baselines(run, tmp_path):
     assert min(row["accuracy"] for row in table.values()) >= 0.7
     page = run.report(tmp_path / "report.html", compared=list(table.values())).read_text()
     assert "full fine-tuning" in page
+    assert table["no provider, pooled"]["parameters"] == 2 * (run.data["basel"].n_vars + 1)
+    for row in table.values():
+        row["accuracy"] = 0.8
+    table["no provider, pooled"]["accuracy"] = 0.79
+    table["no provider, each site alone"]["accuracy"] = 0.79
+    assert not without_provider(table)
+    assert "does not help here" not in run.report(tmp_path / "ahead.html", compared=list(table.values())).read_text()
+    table["no provider, each site alone"]["accuracy"] = 0.8
+    assert "a site needs nobody for that" in without_provider(table)
+    table["no provider, pooled"]["accuracy"] = 0.81
+    assert "train-classifier needs no provider" in without_provider(table)
+    assert "does not help here" in run.report(tmp_path / "behind.html", compared=list(table.values())).read_text()
     with pytest.raises(ParameterError, match="column of true labels"):
         cl.adaptation_baselines(run, truth_key="kind")
 

@@ -54,6 +54,21 @@ def test_findings_come_before_figures_and_figures_before_messages(runs, tmp_path
             ["all 9 cells: own-site neighbours 0.94 → 0.42, 0.33 if fully mixed"],
         ),
         (
+            "quality-control",
+            {
+                "hub": {"cells": {"a": 150}, "cutoffs": {"total_counts": [6.2694, 19119.5]}},
+                "a": {
+                    **{"cells": {"a": 150}, "cutoffs": {"total_counts": [6.2694, 19119.5]}},
+                    **{"failed": 15, "predicted_doublets": 5, "dropped": 20},
+                },
+            },
+            {},
+            [
+                "cells pass with total_counts 6.27 to 19,120",
+                "a: 15 of 150 cells fail, 5 are predicted doublets; 20 are dropped",
+            ],
+        ),
+        (
             "compare-groups",
             {
                 "a": {

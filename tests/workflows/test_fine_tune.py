@@ -26,8 +26,9 @@ from cloister.workflows.saved_models import load_model  # noqa: E402
 from cloister.workflows.saved_models.fine_tuned import FineTuned  # noqa: E402
 
 PLAIN = {"algorithm": "scaffold", "weighting": "plain", "optimizer": "sgd", "momentum": 0.0}
-SIZE = {"rounds": 4, "lr": 1e-2, "local_epochs": 3, "hidden": (16,), "batch_size": 32, "mode": "published"}
-HARDENED = {"rounds": 10, "hidden": (16,), "lr": 0.06}  # the default mode
+SIZE = {"use_rep": "X_pca", "rounds": 4, "lr": 1e-2, "local_epochs": 3, "hidden": (16,), "batch_size": 32}
+SIZE["mode"] = "published"
+HARDENED = {"use_rep": "X_pca", "rounds": 10, "hidden": (16,), "lr": 0.06}  # the default mode
 OPTIONS = {k: v for k, v in SIZE.items() if k != "mode"}
 
 
@@ -387,7 +388,7 @@ def test_few_labels_are_learned_from_with_the_defaults(sites):
         hidden[s] = a.copy()
         hidden[s].obs["cell_type"] = a.obs["cell_type"].astype(object).where(rng.random(a.n_obs) < 0.15)
     for name, options in {"now": {}, "before": {"local_epochs": 1, "lr": 1e-3}}.items():
-        run = rehearse("fine-tune", hidden, mode="published", **options)
+        run = rehearse("fine-tune", hidden, mode="published", use_rep="X_pca", **options)
         right = [
             (run.data[s].obs["predicted"].astype(str) == sites[s].obs["cell_type"])[hidden[s].obs["cell_type"].isna()]
             for s in sites
@@ -410,7 +411,7 @@ def whole():
 
 
 def test_the_default_adds_noise_for_single_cells_and_still_learns(whole):
-    run = rehearse("fine-tune", whole)
+    run = rehearse("fine-tune", whole, use_rep="X_pca")
     assert right_of(run, whole) > 0.85
     said = json.loads(run.data["basel"].uns["predicted"])
     assert said["privacy"] == {
@@ -455,7 +456,7 @@ def test_one_cell_or_donor_changes_a_sum_by_at_most_one(sites, donors, layers, m
     """Far cells, and of donors all cells: whatever they are, the part of one has norm at most one."""
     if layers == "any":
         monkeypatch.setattr(Learner, "_only_linear", lambda self: False)
-    chosen = fine_tune.in_mode(fine_tune.Options(hidden=(16,), dropout=0.0), "hardened")
+    chosen = fine_tune.in_mode(fine_tune.Options(use_rep="X_pca", hidden=(16,), dropout=0.0), "hardened")
     a = sites["basel"][:60].copy()
     a.obsm["X_pca"][::7] *= 1e3
     examples, blueprint, _ = fine_tune.examples_of(a, chosen)
@@ -484,7 +485,7 @@ def test_one_cell_or_donor_changes_a_sum_by_at_most_one(sites, donors, layers, m
 
 
 def test_both_ways_to_clip_agree(sites, monkeypatch):
-    chosen = fine_tune.in_mode(fine_tune.Options(hidden=(16, 8), dropout=0.0), "hardened")
+    chosen = fine_tune.in_mode(fine_tune.Options(use_rep="X_pca", hidden=(16, 8), dropout=0.0), "hardened")
     examples, blueprint, _ = fine_tune.examples_of(sites["basel"], chosen)
     codes = np.arange(sites["basel"].n_obs) % 3
     one = Learner(
@@ -508,7 +509,7 @@ def test_both_ways_to_clip_agree(sites, monkeypatch):
 def test_a_cell_without_a_finite_gradient_counts_as_zero(sites, layers, monkeypatch):
     if layers == "any":
         monkeypatch.setattr(Learner, "_only_linear", lambda self: False)
-    chosen = fine_tune.in_mode(fine_tune.Options(hidden=(16,), dropout=0.0), "hardened")
+    chosen = fine_tune.in_mode(fine_tune.Options(use_rep="X_pca", hidden=(16,), dropout=0.0), "hardened")
     a = sites["basel"].copy()
     a.obsm["X_pca"][4] = np.float32(3e38)
     examples, blueprint, _ = fine_tune.examples_of(a, chosen)
@@ -564,7 +565,7 @@ def test_a_site_that_dies_ends_the_run(sites):
 @pytest.mark.parametrize("model", ["vit", "scgpt"])
 def test_other_networks_in_hardened_mode(sites, model, tmp_path):
     few = {p: sites[p][:40].copy() for p in ("basel", "lugano")}
-    options = {"rounds": 2, "dp_noise": 0.0, "min_cells": 1, "validation": 0.0}
+    options = {"use_rep": "X_pca", "rounds": 2, "dp_noise": 0.0, "min_cells": 1, "validation": 0.0}
     if model == "vit":
         for a in few.values():
             a._inplace_subset_var(np.arange(256))

@@ -4,6 +4,7 @@ Each workflow is rehearsed in each mode here; conftest.py asks the same of every
 """
 
 import dataclasses
+from importlib.util import find_spec
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ ad = pytest.importorskip("anndata")
 
 SITES = ("basel", "lugano", "vienna")
 SLOW = pytest.mark.slow
+NEEDS_UMAP = pytest.mark.skipif(find_spec("umap") is None, reason="the extra `map`")
 
 
 def cells(seed, n=60, genes=6):
@@ -67,7 +69,8 @@ def images(n):
 
 
 TRAINING = {"n_filters": 2, "n_cells": 20, "n_inputs": 8, "batch": 4, "n_steps": 1, "timeout": 300.0}
-XCLP = {"semi_supervised": True, "rounds": 2, "bits": 256, "n_neighbors": 3, "hidden": (4,)}
+XCLP = {"use_rep": "X_pca", "semi_supervised": True, "rounds": 2, "bits": 256, "n_neighbors": 3, "hidden": (4,)}
+GRAPH = {"use_rep": "X_pca", "bits": 256, "n_neighbors": 3}
 OUTCOME = {"model": "logistic", "outcome_key": "condition", "event": "case", "donor_key": "donor", "min_cells": 5}
 OUTCOME |= {"features": ("gene:G0",)}
 CASES = [
@@ -75,11 +78,13 @@ CASES = [
     ("bin-values", "published", {"n_bins": 5}),
     ("find-outliers", "hardened", {"trees": 2, "sample": 32}),
     pytest.param("find-outliers", "published", {"trees": 2, "sample": 32, "standardise": True}, marks=SLOW),
+    ("quality-control", "hardened", {"doublet_rate": 0.0}),
     ("choose-genes", "hardened", {"n_top_genes": 4}),
     ("shared-pca", "hardened", {"n_components": 2, "n_top_genes": 5}),
     ("integrate", "hardened", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "sweeps": 2}),
     ("integrate", "published", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "sweeps": 2}),
     ("cluster-cells", "hardened", {"use_rep": "X_pca", "n_prototypes": 6, "resolution": 0.3}),
+    pytest.param("shared-map", "hardened", {"use_rep": "X_pca", "n_prototypes": 6}, marks=NEEDS_UMAP),
     ("find-markers", "hardened", {"label_key": "cell_type", "donor_key": "donor"}),
     ("compare-groups", "hardened", {"groups": ("control", "case"), "donor_key": "donor", "min_cells": 5}),
     ("model-outcome", "hardened", OUTCOME),
@@ -93,11 +98,15 @@ CASES = [
     ("map-labels", "published", {"query": "basel", "use_rep": "X_pca", "n_neighbors": 3}),
     ("map-labels", "plain", {"query": "basel", "use_rep": "X_pca", "n_neighbors": 3}),
     *(
-        ("propagate-labels", mode, {"bits": 256, "n_neighbors": 3, "hamming": engine, "balance": True})
+        (
+            "propagate-labels",
+            mode,
+            {"use_rep": "X_pca", "bits": 256, "n_neighbors": 3, "hamming": engine, "balance": True},
+        )
         for mode in ("semi-honest", "published")
         for engine in ("mpc", "ot", "he")
     ),
-    ("propagate-labels", "hardened", {"bits": 256, "n_neighbors": 3, "choose": True}),
+    ("propagate-labels", "hardened", {**GRAPH, "choose": True}),
     ("fine-tune", "hardened", XCLP),
     ("fine-tune", "published", XCLP),
     ("train-cellcnn", "plain", {**TRAINING, "hold_out": 3}),

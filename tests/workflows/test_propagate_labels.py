@@ -13,7 +13,7 @@ from cloister.workflows import check_plan, get, options_of, warnings_of
 from cloister.workflows.propagate_labels import chosen_settings
 from cloister.workflows.propagate_labels.workflow import Options, summary, who_computes
 
-SMALL = {"label_key": "some", "bits": 512, "timeout": 30.0}
+SMALL = {"label_key": "some", "use_rep": "X_pca", "bits": 512, "timeout": 30.0}
 
 
 def hide(sites, share, seed=0, without=()):
@@ -166,7 +166,7 @@ def test_missing_column_means_no_labels():
     del data["c"].obs["some"]
     found = rehearse("propagate-labels", data, n_neighbors=3, **SMALL)
     assert (found.data["c"].obs["propagated"] == "x").all()
-    notes = get("propagate-labels").check(data["c"], Options(label_key="some"))
+    notes = get("propagate-labels").check(data["c"], Options(label_key="some", use_rep="X_pca"))
     assert any("all cells count as unlabelled" in n for n in notes)
 
 

@@ -46,15 +46,21 @@ def pooled(sites):
 
 
 def test_equals_the_pooled_pca_where_no_gene_is_withheld(sites):
-    """Genes that ten cells of every site express; up to the few cells beyond the limit, which are not clipped."""
-    common = np.all([np.asarray((a.X > 0).sum(axis=0)).ravel() >= 10 for a in sites.values()], axis=0)
+    """Genes that ten cells of every site express and none dominates; up to the few cells that are not clipped."""
+    common = np.ones(600, bool)
+    for _ in range(4):  # totals change with the genes that are left
+        for a in sites.values():
+            y = np.asarray(a.X.todense())[:, common]
+            square = np.square(y / y.sum(axis=1, keepdims=True))
+            here = ((y > 0).sum(axis=0) >= 10) & (square.max(axis=0) < 0.75 * square.sum(axis=0))
+            common[np.flatnonzero(common)[~here]] = False
     kept = {p: a[:, common].copy() for p, a in sites.items()}
     top, scores, variance = pooled(kept)
     run = rehearse("shared-pca", kept, **SIZE, min_expressing=2)
     first = run.data["basel"]
     assert list(first.uns["X_shared_pca"]["genes"]) == list(kept["basel"].var_names[top])
     found = np.vstack([run.data[p].obsm["X_shared_pca"] for p in kept])
-    assert np.cos(subspace_angles(found, scores)).min() > 0.99
+    assert np.cos(subspace_angles(found[:, :8], scores)).min() > 0.99  # the last two are close to the eleventh
     usual = rehearse("shared-pca", kept, **SIZE)  # without products of genes that few cells express together
     found = np.vstack([usual.data[p].obsm["X_shared_pca"] for p in kept])
     assert np.cos(subspace_angles(found[:, :5], scores)).min() > 0.9

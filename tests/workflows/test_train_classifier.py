@@ -120,9 +120,10 @@ def test_writes_labels_and_says_how_it_went(sites, run):
     said = json.loads(a.uns["predicted"])
     assert said == {**run.results["coordinator"], **{k: said[k] for k in ("unsure", "too_rare_here")}}
     assert 0 < said["unsure"] < 0.15 * a.n_obs
-    assert (said["openings"], said["solver"]) == (3, "statistics")
+    assert (said["openings"], said["solver"]) == (5, "statistics")
     assert said["accuracy"] > 0.9
-    assert set(said["settings"]) == {s.name for s in SETTINGS}
+    steps = {f"{SETTINGS[0].name}, 1 logistic step", f"{SETTINGS[0].name}, 2 logistic steps"}
+    assert set(said["settings"]) == {s.name for s in SETTINGS} | steps
 
 
 def test_rare_labels_are_left_out_by_name_at_their_site():
@@ -155,7 +156,7 @@ def test_a_site_without_labels_gets_labels(sites, missing):
     rare = sum(n for s in ("basel", "lugano") for n in run.results[s]["too_rare_here"].values())
     assert run.results["vienna"]["cells"] == sum(sites[s].n_obs for s in ("basel", "lugano")) - rare
     contributed = [e.name for e, _ in run.receipts["vienna"].entries if e.kind == "contributed"]
-    assert len(contributed) == 3
+    assert len(contributed) == 5
     assert not any("cells 1" in name.partition("|")[2] for name in contributed)  # nothing of vienna is behind them
 
 

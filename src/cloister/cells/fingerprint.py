@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cloister.arrays import U64
+from cloister.arrays import I64, U64
 from cloister.cells.donors import donors
 from cloister.cells.values import blocks, chunks, is_on_disk, is_sparse, matrix_of, where_is, x_of
 
@@ -75,9 +75,24 @@ class RowPrints:
         own = cls._of_cells(adata, key, donor_key)
         return dataclasses.replace(own, columns=cls.of_columns(adata, key, columns))
 
+    def only(self, at: I64) -> RowPrints:
+        """Those of some cells, without columns."""
+        donor, pattern = (None if x is None else x[at] for x in (self.donor, self.pattern))
+        return RowPrints(self.name[at], self.value[at], donor, pattern)
+
+    def positions(self, names: Iterable[Any], key: bytes) -> I64 | None:
+        """Where the cells of these names stand here; None if one is missing, or a name occurs twice."""
+        wanted = _keyed_names(names, key, b"name")
+        order = np.argsort(self.name, kind="stable")
+        at = np.minimum(np.searchsorted(self.name[order], wanted), max(len(order) - 1, 0))
+        if not len(order) or len(np.unique(wanted)) != len(wanted) or (self.name[order][at] != wanted).any():
+            return None
+        found: I64 = order[at]
+        return found
+
     @staticmethod
     def of_columns(adata: AnnData, key: bytes, columns: Iterable[str]) -> dict[str, U64]:
-        return {name: _keyed_names(adata.obs[name], key, b"column") for name in sorted(columns) if name in adata.obs}
+        return {name: _keyed_names(adata.obs[name], key, b"column") for name in sorted({*columns}) if name in adata.obs}
 
     @classmethod
     def _of_cells(cls, adata: AnnData, key: bytes, donor_key: str | None) -> RowPrints:

@@ -238,7 +238,7 @@ def finish_steps(series: Series, folder: Path | None, written: list[str], *, as_
 
 def headlines(run: Run) -> list[str]:
     """What came out, a line for the parties that have the same: single numbers only, the rest is in the report."""
-    from cloister.rehearsal.run import plain
+    from cloister.rehearsal.record import plain
     from cloister.report.parts import names, value
 
     lines: dict[str, list[str]] = {}

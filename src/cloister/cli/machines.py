@@ -1,4 +1,4 @@
-"""Verbs between machines: `cloister provision`, `site`, `run`."""
+"""Verbs between machines: `cloister provision`, `site`, `run`, `attach`, `cancel`, `halt`, `status`, `page`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cloister.report.parts import size
 
 if TYPE_CHECKING:
     from cloister.deploy.kit import Kit
+    from cloister.deploy.party import Ended
 
 
 def provision(
@@ -222,13 +223,21 @@ def run(
     kit: Annotated[
         Path | None, typer.Option(help="Start-up kit of this party; kits/PARTY beside the study by default.")
     ] = None,
+    detached: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option("--detach", metavar=FLAG, help="Return at once; the run goes on. See attach, status and cancel."),
+    ] = False,
+    anew: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--anew", metavar=FLAG, help="As coordinator: begin with the first step, whatever all have finished."
+        ),
+    ] = False,
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
     """Take part in one run between machines; as coordinator, start it."""
-    import dataclasses
-
-    from cloister.deploy.join import attend, check_same_study, conduct, take_away
+    from cloister.deploy.join import attend, check_same_study, conduct, detach, take_away
     from cloister.deploy.kit import Kit
     from cloister.study import Study
 
@@ -253,13 +262,46 @@ def run(
     def say(text: str) -> None:
         err.print(text, markup=False)
 
+    if anew and opened.role != "coordinator":
+        raise UsageError(f"--anew is for the coordinator {agreed.coordinator}, and {me} is a {opened.role}")
+    if detached:
+        if path is not None:
+            raise UsageError("--out needs the run's end; with --detach, the cells are in the folder of the run")
+        detach(home, data, say=say, anew=anew)
+        return
     with progress(quiet=quiet or as_json) as tell:
         if opened.role == "coordinator":
-            ended = conduct(home, say=say, on_event=tell)
+            ended = conduct(home, say=say, on_event=tell, anew=anew)
         else:
             ended = attend(home, data, say=say, on_event=tell)
     if path is not None:
         take_away(ended, path)
+    _show_ended(ended, as_json=as_json)
+
+
+def attach(
+    kit: Annotated[Path, typer.Argument(help="Start-up kit of this party.")],
+    as_json: AsJson = False,  # noqa: FBT002
+    quiet: Quiet = False,  # noqa: FBT002
+) -> None:
+    """Follow the current run of a party; Ctrl-C does not stop it."""
+    from cloister.deploy.control_socket import watch_run
+
+    with progress(quiet=quiet or as_json) as tell:
+        ended = watch_run(kit, on_event=tell)
+    _show_ended(ended, as_json=as_json)
+
+
+def cancel(kit: Annotated[Path, typer.Argument(help="Start-up kit of this party.")]) -> None:
+    """Stop the runs at this party; its approval stays."""
+    from cloister.deploy.control_socket import cancel as stop
+
+    out.print(f"{stop(kit)} run(s) stopped", markup=False)
+
+
+def _show_ended(ended: Ended, *, as_json: bool) -> None:
+    import dataclasses
+
     if as_json:
         out.print_json(json.dumps(dataclasses.asdict(ended), default=str))
         return

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from cloister._version import __version__
 from cloister.cli import machines
+from cloister.cli.advise import advise
 from cloister.cli.console import as_is, err, explain_mode, explain_study, out, progress
 from cloister.cli.distil import distil
 from cloister.cli.new import new
@@ -94,6 +95,7 @@ def explain(
     import dataclasses
 
     from cloister import workflows
+    from cloister.workflows.options import listed_options
 
     if workflow is None:
         table = Table("workflow", "what it does", "modes", box=None)
@@ -109,7 +111,7 @@ def explain(
     for one in [mode] if mode else chosen.modes:
         explain_mode(workflow, one, chosen.mode(one))
     table = Table("option", "default", "meaning", box=None)
-    for f in dataclasses.fields(chosen.options):
+    for f in listed_options(chosen.options):
         modes = f.metadata.get("modes", ())
         if mode and modes and mode not in modes:
             continue
@@ -130,6 +132,9 @@ app.command(
     context_settings=OPEN,
     epilog="Example:  cloister rehearse bin-values --data a=a.h5ad --data b=b.h5ad --data c=c.h5ad --out results",
 )(rehearse)
+
+
+app.command(epilog="Example:  cloister advise study.toml --data a=a.h5ad --data b=b.h5ad --data c=c.h5ad")(advise)
 
 
 # ---- after a run -----------------------------------------------------------------------------------------------------
@@ -197,6 +202,8 @@ app.command(epilog="Example:  cloister provision study.toml --out kits")(machine
 app.command(epilog="Example:  cloister site kits/basel --approve   then   cloister site kits/basel")(machines.site)
 app.command(epilog="Example:  cloister halt kits/basel")(machines.halt)
 app.command(epilog="Example:  cloister status kits/basel")(machines.status)
+app.command(epilog="Example:  cloister attach kits/hub")(machines.attach)
+app.command(epilog="Example:  cloister cancel kits/hub")(machines.cancel)
 app.command(epilog="Example:  cloister page kits/basel other/kits/basel")(machines.page)
 app.command(epilog="Example:  cloister run bin-values study.toml --as basel --data a.h5ad --out a.binned.h5ad")(
     machines.run

@@ -16,7 +16,9 @@ from cloister.errors import DiskError, UsageError
 from cloister.study import PARTY, parse_study
 from cloister.workflows.pipeline import check_steps
 
-TEMPLATES = {"atlas": "one atlas of all sites' cells: genes, shared space, integration, clusters, markers"}
+TEMPLATES = {
+    "atlas": "one atlas of all sites' cells: quality, genes, shared space, integration, clusters, markers, map"
+}
 
 
 def new(

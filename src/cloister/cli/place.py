@@ -1,4 +1,4 @@
-"""The verb for cells that come after an integration: place them among those of the run. Nothing is sent."""
+"""The verb for cells that come after a run: place them in the integrated space or on the map. Nothing is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLAG = " "  # an option that takes no value
 
 
 def place(
-    model: Annotated[Path, typer.Argument(help="File model.npz from integrate.")],
+    model: Annotated[Path, typer.Argument(help="File model.npz from integrate or shared-map.")],
     data: Annotated[Path, typer.Argument(metavar="CELLS", help="File of the cells to place.")],
     path: Annotated[Path, typer.Option("--out", help="File for the placed cells.")],
     like: Annotated[
@@ -28,20 +28,32 @@ def place(
     new_batch: Annotated[  # noqa: FBT002
         bool, typer.Option("--new-batch", metavar=FLAG, help="Treat these cells as one batch that was not in the run.")
     ] = False,
-    key_added: Annotated[str, typer.Option(help="Key of obsm for the result.")] = "X_integrated",
+    key_added: Annotated[
+        str | None, typer.Option(help="Key of obsm for the result; X_integrated or X_shared_map by default.")
+    ] = None,
 ) -> None:
-    """Place new cells among integrated ones, which do not move. Nothing is sent."""
+    """Place new cells among integrated ones, or on a common map. Nothing that is there moves, and nothing is sent."""
     from cloister.cells.files import read_cells, write_cells
+    from cloister.workflows.saved_models import load_model
     from cloister.workflows.saved_models.integration import Integration
+    from cloister.workflows.saved_models.shared_map import SharedMap
     from cloister.workflows.shared_pca.workflow import place_in_space
 
     if path.exists() and path.samefile(data):
         raise UsageError(f"--out {path} is the file of the cells; name another")
-    integration = Integration.load(model)
+    placing = load_model(model)
+    if not isinstance(placing, Integration | SharedMap):
+        raise UsageError(f"{model} is a model that labels cells: use `cloister predict`")
+    if isinstance(placing, SharedMap) and (like or layer or library_key or batch_key or new_batch):
+        raise UsageError(f"{model} is a map, which needs cells in adata.obsm[{placing.use_rep!r}] and no other option")
+    key = key_added or ("X_integrated" if isinstance(placing, Integration) else "X_shared_map")
     adata = read_cells(data)
     if like is not None:
         run = read_cells(like)
-        place_in_space(adata, run, key=integration.use_rep, layer=layer, library_key=library_key)
-    placed = integration.transform(adata, batch_key=batch_key, new_batch=new_batch, key_added=key_added)
+        place_in_space(adata, run, key=placing.use_rep, layer=layer, library_key=library_key)
+    if isinstance(placing, Integration):
+        placed = placing.transform(adata, batch_key=batch_key, new_batch=new_batch, key_added=key)
+    else:
+        placed = placing.place(adata, key_added=key)
     write_cells(adata, path)
-    out.print(f"written: {path}, obsm['{key_added}'] of {len(placed)} cells", markup=False)
+    out.print(f"written: {path}, obsm['{key}'] of {len(placed)} cells", markup=False)

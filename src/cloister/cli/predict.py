@@ -47,12 +47,15 @@ def predict(
     from cloister.workflows.saved_models import load_model
     from cloister.workflows.saved_models.cell_classifier import CellClassifier
     from cloister.workflows.saved_models.integration import Integration
+    from cloister.workflows.saved_models.shared_map import SharedMap
 
     if path is not None and path.exists() and path.samefile(data):
         raise UsageError(f"--out {path} is the file of the cells; name another")
     trained = load_model(model, pretrained)
     if isinstance(trained, Integration):
         raise UsageError(f"{model} is a model of integrate, which labels nothing: use `cloister place`")
+    if isinstance(trained, SharedMap):
+        raise UsageError(f"{model} is a model of shared-map, which labels nothing: use `cloister place`")
     adata = read_cells(data)
     given: dict[str, Any] = {"layer": layer, "majority_over": majority_over, "unknown": not no_unknown}
     if isinstance(trained, CellClassifier):

@@ -302,7 +302,7 @@ def rehearse(
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Run all parties of a study on this machine, each with its own file only.
+    """Run all parties of a study here, each with only its own file.
 
     The workflow's own options follow, as --n-bins 51; `cloister explain bin-values` lists them. A study.toml in place
     of the workflow's name is rehearsed as it stands, all its steps one after the other.

@@ -30,6 +30,8 @@ from cloister.demo.statistics import (
     find_programs,
     integrate,
     model_outcome,
+    quality_control,
+    shared_map,
     shared_pca,
 )
 from cloister.demo.story import Story
@@ -39,10 +41,12 @@ from cloister.report.page import write_report
 
 DEMOS: dict[str, Callable[[Story, Tell], Played]] = {  # in the order of the story
     "bin-values": bin_values,
+    "quality-control": quality_control,
     "choose-genes": choose_genes,
     "shared-pca": shared_pca,
     "integrate": integrate,
     "cluster-cells": cluster_cells,
+    "shared-map": shared_map,
     "find-outliers": find_outliers,
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,

@@ -43,6 +43,7 @@ from cloister.workflows.fine_tune import workflow as fine_tune
 from cloister.workflows.fine_tune.training_terms import Weights
 from cloister.workflows.model_outcome import workflow as model_outcome
 from cloister.workflows.propagate_labels import workflow as propagate_labels
+from cloister.workflows.quality_control.cell_quality import STEP
 from cloister.workflows.shared_pca import shared_pca
 from cloister.workflows.train_cellcnn import encrypted_training
 
@@ -102,6 +103,16 @@ def own_directions(sent: Sent, x: Mapping[str, Any]) -> str:
         guess, own = read / size - pooled, true[p] / len(y) - pooled
         cosines.append(float(abs(guess @ own) / (np.linalg.norm(guess) * np.linalg.norm(own))))
     return f"how a site differs from all, cosine {np.mean(cosines):.2f} (guessing: 0.00)"
+
+
+def own_largest(found: Mapping[str, Any], counts: Mapping[str, Any]) -> str:
+    """quality-control: everyone on the largest number of counts that a cell of a site has, from its histogram."""
+    true = {p: float(np.log10(1 + x.sum(axis=1).max())) for p, x in counts.items()}
+    table, sites = np.asarray(found["histograms"]["total_counts"]), [str(p) for p in found["sites"]]
+    last = {p: STEP * (np.flatnonzero(row)[-1] + 0.5) for p, row in zip(sites, table, strict=True)}
+    miss = np.mean([abs(last[p] - true[p]) for p in true])
+    blind = np.mean([abs(np.mean([true[q] for q in true if q != p]) - true[p]) for p in true])
+    return f"the largest counts of a cell, off by {10**miss - 1:.0%} (guessing: {10**blind - 1:.0%})"
 
 
 def own_ranks(sent: Sent, ranks: Mapping[str, Any]) -> str:

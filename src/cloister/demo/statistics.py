@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import scipy.sparse
 
 from cloister.cells import tables as cells
 from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of, percent
 from cloister.demo.story import GROUPS, OUTCOME, PROGRAMS, SPACE, Story, differing
-from cloister.models import isolation_forest, leiden, variable_genes
+from cloister.models import isolation_forest, leiden, umap_map, variable_genes
 from cloister.models.harmony import EVERYTHING, Settings
 from cloister.papers import averaged_quantiles, federated_harmony
 from cloister.papers.attacks.sent import MASKED, Sent
@@ -23,6 +24,7 @@ from cloister.workflows.bin_values.workflow import digitise, spread
 from cloister.workflows.find_programs import program_baselines
 from cloister.workflows.integrate.harmony_steps import Cells, Params, together
 from cloister.workflows.model_outcome import outcome_baselines
+from cloister.workflows.quality_control.baselines import doublet_scores
 
 TREES = 400  # with 100, chance moves an area by 0.013, a third of what is to be seen
 
@@ -113,6 +115,28 @@ def integrate(story: Story, tell: Tell) -> Played:
     return runs, rows
 
 
+def quality_control(story: Story, tell: Tell) -> Played:
+    """Area under the curve of doublets that were planted at every site; one site has forty cells."""
+    rng, sites, truth = np.random.default_rng(0), {}, {}
+    for i, (p, a) in enumerate(story.sites.items()):
+        at = rng.permutation(a.n_obs)[: 44 if i == 2 else a.n_obs]
+        n = len(at) // 13  # a pair of cells becomes one
+        whole = a[at[n:]].copy()
+        whole.X = scipy.sparse.csr_matrix(whole.X, dtype=np.float64)
+        other = scipy.sparse.vstack([scipy.sparse.csr_matrix(a[at[:n]].X), whole.X[n:] * 0]).tocsr()
+        whole.X, sites[p], truth[p] = (whole.X + other).tocsr(), whole, np.arange(len(at) - n) < n
+    sent = Sent(*MASKED)
+    run = rehearse("quality-control", sites, on_event=tell, on_frame=sent)
+    of, planted = np.repeat(list(sites), [a.n_obs for a in sites.values()]), np.concatenate([*truth.values()])
+    counts = {p: a.X for p, a in sites.items()}
+    alone = np.concatenate([doublet_scores(x, np.zeros(x.shape[0])) for x in counts.values()])
+    together = np.concatenate([run.data[p].obs["doublet_score"] for p in sites])
+    pooled = doublet_scores(scipy.sparse.vstack([*counts.values()]), of)
+    figures = (f"{auroc(v, planted):.3f}" for v in (alone, together, pooled))
+    leak = attacks.own_largest(run.data["basel"].uns["quality_control"], counts)
+    return [run], [("quality-control", "hardened", "AUROC", *figures, leak, *cost_of(run))]
+
+
 def choose_genes(story: Story, tell: Tell) -> Played:
     """How many of the genes that vary most within the batches of all cells in one place are chosen."""
     sites, sent, n = story.sites, Sent(*MASKED), 300
@@ -132,7 +156,10 @@ def choose_genes(story: Story, tell: Tell) -> Played:
 
 
 def cluster_cells(story: Story, tell: Tell) -> Played:
-    """Agreement of clusters with the types that nobody was shown (normalised mutual information)."""
+    """Agreement of clusters with the types that nobody was shown (normalised mutual information), over all cells.
+
+    Clusters that sites find alone, each on components of its own, have nothing to do with each other.
+    """
     sites, sent = story.integrated, Sent(*MASKED)
     run = rehearse("cluster-cells", sites, on_event=tell, on_frame=sent)
     x = {p: np.asarray(a.obsm["X_integrated"]) for p, a in sites.items()}
@@ -141,12 +168,39 @@ def cluster_cells(story: Story, tell: Tell) -> Played:
     def found(y: Any) -> Any:
         return leiden.partition(leiden.neighbour_graph(y, 15), 1.0, 0)
 
-    alone = float(np.mean([agreement(found(y), story.truth[p]) for p, y in x.items()]))
+    apart = [found(own_components(a)) + 1000 * i for i, a in enumerate(story.sites.values())]
     together = agreement(np.concatenate([run.data[p].obs["cluster"].cat.codes for p in x]), truth)
     pooled = agreement(found(np.concatenate([*x.values()])), truth)
-    figures = (f"{v:.3f}" for v in (alone, together, pooled))
+    figures = (f"{v:.3f}" for v in (agreement(np.concatenate(apart), truth), together, pooled))
     leak = attacks.own_center(sent, x)
     return [run], [("cluster-cells", "hardened", "NMI", *figures, leak, *cost_of(run))]
+
+
+def own_components(adata: Any, n: int = 30) -> Any:
+    """Components of one site's cells: logarithms on one scale, as scanpy computes them."""
+    x = np.asarray(adata.X.todense(), dtype=np.float64)
+    y = np.log1p(x / np.maximum(x.sum(axis=1, keepdims=True), 1) * 1e4)
+    deviation = y.std(axis=0, ddof=1)
+    z = np.clip((y - y.mean(axis=0)) / np.where(deviation > 0, deviation, 1), None, 10)
+    u, s, _ = np.linalg.svd(z - z.mean(axis=0), full_matrices=False)
+    return u[:, :n] * s[:n]
+
+
+def shared_map(story: Story, tell: Tell) -> Played:
+    """How many of a cell's 15 nearest cells of all sites are among the 15 nearest on the map; of every third cell."""
+    sites, sent = {p: a[::3].copy() for p, a in story.integrated.items()}, Sent(*MASKED)
+    run = rehearse("shared-map", sites, on_event=tell, on_frame=sent)
+    x = {p: np.asarray(a.obsm["X_integrated"]) for p, a in sites.items()}
+    whole = np.concatenate([*x.values()])
+
+    def kept(y: Any) -> float:
+        return umap_map.recall(whole, y, 15)
+
+    apart = [umap_map.fitted(y, 15, 0.5, 0) + np.array([1e3 * i, 0.0]) for i, y in enumerate(x.values())]
+    together = kept(np.concatenate([run.data[p].obsm["X_shared_map"] for p in x]))
+    figures = percent(kept(np.concatenate(apart)), together, kept(umap_map.fitted(whole, 15, 0.5, 0)))
+    leak = attacks.own_center(sent, x)
+    return [run], [("shared-map", "hardened", "neighbours kept", *figures, leak, *cost_of(run))]
 
 
 def find_markers(story: Story, tell: Tell) -> Played:

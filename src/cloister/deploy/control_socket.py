@@ -1,7 +1,8 @@
 """Orders: how `cloister run` has the coordinator's running service do a run, and `cloister halt` any service stop.
 
 A Unix socket in the kit, for the service's own user only. The order is one line; lines of JSON come back while it is
-carried out, and at the end how it ended. Whoever closes the connection stops the run that he ordered.
+carried out, and at the end how it ended. A run goes on when the connection is closed, with a terminal for example, and
+`watch_run` looks at it again. `cancel` stops it: as a line on the same connection, or as an order of its own.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from cloister.mpc.net.events import Event
 from cloister.study import Party
 
 SOCKET = "service.sock"
+CANCEL = b"cancel\n"
 CONNECT = 60.0  # seconds that a run waits for parties that are not connected
 START = 60.0  # seconds until a service that is starting takes orders
 ORDERS = 8  # connections at a time
@@ -101,19 +103,31 @@ def _obey(client: socket.socket, service: Service, done: Callable[[], None]) -> 
             if order == b"status\n":
                 client.sendall(json.dumps(to_json(of_service(service))).encode() + b"\n")
                 return
-            if order != b"run\n" or service.kit.role != "coordinator":
+            if order == CANCEL:
+                client.settimeout(60.0)
+                client.sendall(json.dumps({"cancelled": service.cancel()}).encode() + b"\n")
                 return
+            if order not in (b"run\n", b"run anew\n") or service.kit.role != "coordinator":
+                return
+            before, attached = service.cancelled, True
 
             def gone() -> bool:
-                readable, _, _ = select.select([client], [], [], 0)
-                return bool(readable)  # it has nothing more to say: this is its end
+                nonlocal attached
+                if attached and select.select([client], [], [], 0)[0]:
+                    try:
+                        if client.recv(64) == CANCEL:
+                            return True
+                    except OSError:
+                        pass
+                    attached = False  # the run goes on without anybody who looks
+                return service.cancelled != before
 
             def tell(line: str) -> None:
                 with contextlib.suppress(OSError):
                     client.sendall(json.dumps({"status": line}).encode() + b"\n")
 
             try:
-                last: dict[str, Any] = {"ended": asdict(conduct_run(service, tell, gone))}
+                last: dict[str, Any] = {"ended": asdict(conduct_run(service, tell, gone, anew=order == b"run anew\n"))}
             except CloisterError as e:
                 last = {"error": errors.to_json(e)}
             with contextlib.suppress(OSError):
@@ -128,8 +142,13 @@ def _obey(client: socket.socket, service: Service, done: Callable[[], None]) -> 
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-def conduct_run(service: Service, tell: Callable[[str], None], gone: Callable[[], bool]) -> Ended:
-    """Have the study in the kit run once by all parties; stops it when `gone`. Raises if it cannot begin."""
+def conduct_run(
+    service: Service, tell: Callable[[str], None], gone: Callable[[], bool], *, anew: bool = False
+) -> Ended:
+    """Have the study in the kit run once by all parties; stops it when `gone`. Raises if it cannot begin.
+
+    It continues behind the steps that all have finished, unless it is to begin `anew`.
+    """
     kit = Kit.open(service.kit.path)
     if governance.expired(kit.study.governance):
         raise RefusedError(
@@ -140,7 +159,7 @@ def conduct_run(service: Service, tell: Callable[[str], None], gone: Callable[[]
     if len(service.runs) >= RUNS_AT_ONCE:
         raise UsageError(f"{len(service.runs)} runs are going on already; wait for one to end")
     run = Entropy().bytes(16)
-    running = service.begin(run)
+    running = service.begin(run, anew=anew)
     tell(f"run {run.hex()[:8]} submitted")
     with ThreadPoolExecutor(len(guests)) as pool:
         words = dict(zip(guests, pool.map(lambda p: _invite(service, kit, running, p), guests), strict=True))
@@ -198,8 +217,11 @@ def run_study(
     limit: float | None = None,
     on_status: Callable[[str], None] | None = None,
     on_event: Callable[[Event], None] | None = None,
+    anew: bool = False,
 ) -> Ended:
     """Have the study in a coordinator's kit run once, by all parties; the coordinator's service must be running.
+
+    A study of several steps continues behind the last step that all parties have finished.
 
     Parameters
     ----------
@@ -209,25 +231,87 @@ def run_study(
         Gets a line of text when something changes.
     on_event
         Hears now and then how far the run is at the coordinator.
+    anew
+        Begin with the first step, whatever is finished.
 
     Returns
     -------
     How it ended at the coordinator, with one word for each other party in `parties`. Raises the `ProtocolAbort`,
     `PeerLost` or other error by which it ended otherwise.
     """
-    kit = Kit.open(kit_dir)
-    if kit.role != "coordinator":
-        raise UsageError(f"{kit.me} is a {kit.role}; the coordinator {kit.study.coordinator} starts runs")
+    kit = _coordinators(kit_dir)
     end = time.monotonic() + (limit or kit.study.patience)
     with _connect(kit) as server:
-        server.sendall(b"run\n")
-        ended = _follow(kit, server, end, on_status or (lambda _: None), on_event)
+        server.sendall(b"run anew\n" if anew else b"run\n")
+        try:
+            ended = _follow(kit, server, end, on_status or (lambda _: None), on_event)
+        except BaseException:  # Ctrl-C, or it took too long; a process that is killed leaves the run to itself
+            with contextlib.suppress(OSError):
+                server.sendall(CANCEL)
+            raise
     if ended.status != "done" and on_status is not None:
         for party, word in ended.parties.items():
             on_status(f"{party}: {word}")
         on_status(f"next: {ended.error['next']}")
     ended.check()
     return ended
+
+
+def start_run(kit_dir: str | Path, *, on_status: Callable[[str], None] | None = None, anew: bool = False) -> str:
+    """Have the study in a coordinator's kit run, and return the run's id when it has begun."""
+    kit, begun = _coordinators(kit_dir), list[str]()
+
+    def tell(line: str) -> None:
+        if on_status is not None:
+            on_status(line)
+        if line.endswith("submitted"):
+            begun.append(line.split(" ")[1])
+            raise _Begun
+
+    with _connect(kit) as server:
+        server.sendall(b"run anew\n" if anew else b"run\n")
+        with contextlib.suppress(_Begun):
+            _follow(kit, server, time.monotonic() + CONNECT + START, tell, None).check()
+    return begun[0]
+
+
+class _Begun(Exception):
+    """The run is under way; nobody need look."""
+
+
+def watch_run(kit_dir: str | Path, *, on_event: Callable[[Event], None] | None = None) -> Ended:
+    """Follow the run that is going on at a party until it ends there. Whoever stops looking ends nothing."""
+    kit, began = Kit.open(kit_dir), time.time()
+    now = status_of(kit)
+    if not now.running:
+        raise _silent(kit, "it is not running")
+    if not now.runs:
+        last = f"; the latest ended so: {now.last['text']}" if now.last.get("text") else ""
+        raise UsageError(f"no run is going on at {kit.me}{last}")
+    run = [*now.runs][-1]
+    while run in now.runs:
+        if on_event is not None and (event := last_event(kit, began)) is not None:
+            on_event(event)
+        time.sleep(LOOK)
+        now = status_of(kit)
+    found = next(kit.policy().out.glob(f"*-{run[:8]}/outcome.json"), None)
+    if found is None:
+        raise _silent(kit, "it ended with the run; how that ended is written when it starts again")
+    ended = Ended.load(found)
+    ended.check()
+    return ended
+
+
+def cancel(kit_dir: str | Path) -> int:
+    """Stop the runs at a party, for all of their parties; what is approved stays so. Returns how many there were."""
+    return int(json.loads(give_order(Kit.open(kit_dir), CANCEL))["cancelled"])
+
+
+def _coordinators(kit_dir: str | Path) -> Kit:
+    kit = Kit.open(kit_dir)
+    if kit.role != "coordinator":
+        raise UsageError(f"{kit.me} is a {kit.role}; the coordinator {kit.study.coordinator} starts runs")
+    return kit
 
 
 def give_order(kit: Kit, order: bytes) -> bytes:
@@ -312,4 +396,4 @@ def _follow(
                 return Ended(**line["ended"])
 
 
-__all__ = ["give_order", "run_study", "status_of", "take_orders"]
+__all__ = ["cancel", "give_order", "run_study", "start_run", "status_of", "take_orders", "watch_run"]

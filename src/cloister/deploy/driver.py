@@ -30,10 +30,12 @@ from cloister.deploy.proxy import open_tunnel
 
 MOST_FRAME = MOST + (1 << 12)
 AT_ONCE = 16
-HANDSHAKE, SENDING = 10.0, 30.0  # seconds
+CONNECT, HANDSHAKE, SENDING = 2.0, 10.0, 30.0  # seconds
+UNANSWERED = 20_000  # milliseconds until a line on which nothing arrives is given up, and made anew
 HALF_OPEN, HALF_OPEN_EACH = 256, 16  # handshakes at a time, of all and of one address
 OVERLAP, OVERLAPS = 180.0, 3  # seconds, and how often within them, before a party on one host counts as two
 OPEN_EACH = 4  # connections of one party; FLARE keeps the last
+_WATCH = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2), ("TCP_USER_TIMEOUT", UNANSWERED))
 Address = tuple[str, int]  # an IP address and a port
 
 
@@ -65,7 +67,7 @@ class TlsConnection(Connection):
         sock.settimeout(0.0)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        for name, seconds in _WATCH:
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
         self.address = ":".join(map(str, sock.getpeername()[:2]))
@@ -208,7 +210,7 @@ class TlsDriver(BaseDriver):
         context, failure = tls_context(self._tls, server=False), "no address"
         for address in self.addresses:
             try:
-                sock = socket.create_connection(address, timeout=HANDSHAKE)
+                sock = socket.create_connection(address, timeout=CONNECT)
                 try:
                     if self.proxy is not None:
                         open_tunnel(sock, self.host, self.port, self.proxy, HANDSHAKE)

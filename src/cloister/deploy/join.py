@@ -2,12 +2,14 @@
 
 A site or auxiliary starts its service, waits until one run has ended, and stops it; the coordinator starts its own,
 orders the run, and stops it. A service that is running already is used by the coordinator, and is enough for everyone
-else.
+else. The service has a session of its own and ends by itself with its run: `detach` leaves it to that, and so does a
+terminal that is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -18,16 +20,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cloister.cells.files import read_cells, write_cells
 from cloister.cells.progress import told_to
 from cloister.deploy.approval.own_cells import check_approved_cells, open_cells
-from cloister.deploy.control_socket import run_study
-from cloister.deploy.kit import DATA, Kit
+from cloister.deploy.control_socket import run_study, start_run
+from cloister.deploy.course import is_paid
+from cloister.deploy.kit import DATA, Kit, Policy
 from cloister.deploy.logs import last_event
 from cloister.deploy.party import Ended
 from cloister.deploy.ready import is_running
+from cloister.deploy.service import ONCE
 from cloister.errors import DiskError, ParameterError, PeerLost, UsageError, about
 from cloister.files import replacing
 from cloister.mpc.net.events import Event
@@ -40,6 +44,7 @@ from cloister.workflows import check_plan, pipeline
 if TYPE_CHECKING:
     from anndata import AnnData
 
+T = TypeVar("T")
 Say = Callable[[str], None]
 Tell = Callable[[Event], None]
 
@@ -63,26 +68,10 @@ def attend(
     on_event
         Hears now and then how far the run is.
     """
-    kit = Kit.open(kit_dir)
-    if kit.role == "coordinator":
-        raise UsageError(f"{kit.me} is the coordinator; it starts runs and brings no data")
-    policy = kit.policy()
-    if data is not None:
-        if kit.role != "site":
-            raise UsageError(f"{kit.me} is an {kit.role} server; it brings no data")
-        policy = replace(policy, data=Path(data).absolute())
-    kit.check_approved(policy)
-    kit.check_limits(policy)
-    pipeline.check_steps(kit.study)
-    if kit.role == "site":
-        with told_to(passes_of(kit.me, on_event)):
-            adata = open_cells(kit, policy)
-            with about(str(policy.data)):
-                pipeline.check_site(kit.study, kit.me, adata)  # bad cells raise here, before others are asked
-            check_approved_cells(kit, adata)
+    kit, policy = _ready(kit_dir, data, on_event)
     seen = set(policy.out.glob("*/outcome.json"))
     began, end = time.time(), time.monotonic() + (limit or kit.study.patience)
-    with _service(kit, {DATA: str(policy.data)} if policy.data else {}) as service:
+    with _service(kit, _data(policy)) as service:
         say(f"{kit.me} waits for a run of '{kit.study.name}'")
         while not (new := set(policy.out.glob("*/outcome.json")) - seen):
             if service.poll() is not None:
@@ -102,33 +91,107 @@ def attend(
     return ended
 
 
+def _ready(kit_dir: str | Path, data: str | Path | None, on_event: Tell | None) -> tuple[Kit, Policy]:
+    """A site's or auxiliary's kit, if it may take part in a run with these cells; else it raises."""
+    kit = Kit.open(kit_dir)
+    if kit.role == "coordinator":
+        raise UsageError(f"{kit.me} is the coordinator; it starts runs and brings no data")
+    policy = kit.policy()
+    if data is not None:
+        if kit.role != "site":
+            raise UsageError(f"{kit.me} is an {kit.role} server; it brings no data")
+        policy = replace(policy, data=Path(data).absolute())
+    kit.check_approved(policy)
+    if not is_paid(kit):
+        kit.check_limits(policy)
+    pipeline.check_steps(kit.study)
+    if kit.role == "site":
+        with told_to(passes_of(kit.me, on_event)):
+            adata = open_cells(kit, policy)
+            with about(str(policy.data)):
+                pipeline.check_site(kit.study, kit.me, adata)  # bad cells raise here, before others are asked
+            check_approved_cells(kit, adata)
+    return kit, policy
+
+
+def _data(policy: Policy) -> dict[str, str]:
+    return {DATA: str(policy.data)} if policy.data else {}
+
+
 def conduct(
-    kit_dir: str | Path, *, limit: float | None = None, say: Say = print, on_event: Tell | None = None
+    kit_dir: str | Path,
+    *,
+    limit: float | None = None,
+    say: Say = print,
+    on_event: Tell | None = None,
+    anew: bool = False,
 ) -> Ended:
     """Start the coordinator's service unless it runs already, have one run done, and return how it ended."""
     kit = Kit.open(kit_dir)
     if kit.role != "coordinator":
         raise UsageError(f"{kit.me} is a {kit.role}; the coordinator {kit.study.coordinator} starts runs")
+    order = functools.partial(run_study, kit_dir, limit=limit, on_status=say, on_event=on_event, anew=anew)
     if is_running(kit):
-        return run_study(kit_dir, limit=limit, on_status=say, on_event=on_event)
+        return order()
     with _service(kit, {}) as service:
-        end = time.monotonic() + 60
-        while True:
-            try:
-                return run_study(kit_dir, limit=limit, on_status=say, on_event=on_event)
-            except PeerLost as e:  # it takes some seconds until the service listens
-                if "does not answer" not in str(e) or time.monotonic() > end or service.poll() is not None:
-                    raise
-                time.sleep(1.0)
+        return _once_it_listens(order, service)
 
 
-@contextlib.contextmanager
-def _service(kit: Kit, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def detach(kit_dir: str | Path, data: str | Path | None = None, *, say: Say = print, anew: bool = False) -> str:
+    """Start a run, or at a site wait for one, in a service that ends with it; returns at once, with the run's id."""
+    kit = Kit.open(kit_dir)
+    look = f"follow it: cloister attach {kit.path}; stop it: cloister cancel {kit.path}"
+    if kit.role != "coordinator":
+        kit, policy = _ready(kit_dir, data, None)
+        _leave(_spawn(kit, _data(policy)))
+        say(f"{kit.me} waits for a run of '{kit.study.name}'; {look}")
+        return ""
+    order = functools.partial(start_run, kit_dir, on_status=say, anew=anew)
+    if is_running(kit):
+        run = order()
+    else:
+        service = _spawn(kit, {})
+        run = _once_it_listens(order, service)
+        _leave(service)
+    say(f"run {run} goes on; {look}")
+    return run
+
+
+def _leave(service: subprocess.Popen[bytes]) -> None:
+    """Go without it: it ends by itself."""
+    service.returncode = 0  # nobody waits for it
+
+
+def _once_it_listens(order: Callable[[], T], service: subprocess.Popen[bytes]) -> T:
+    end = time.monotonic() + 60
+    while True:
+        try:
+            return order()
+        except PeerLost as e:  # it takes some seconds until the service listens
+            if "does not answer" not in str(e) or time.monotonic() > end or service.poll() is not None:
+                raise
+            time.sleep(1.0)
+
+
+def _spawn(kit: Kit, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A service for one run, in a session of its own."""
     if is_running(kit):
         raise UsageError(f"{kit.me} is running already from {kit.path}; it takes part in runs by itself")
     command = [sys.executable, "-m", "cloister.cli.main", "site", str(kit.path)]
     with open(kit.path / "service.out", "ab") as out:
-        service = subprocess.Popen(command, env={**os.environ, **env}, stdout=out, stderr=out)
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **env, ONCE: "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+
+
+@contextlib.contextmanager
+def _service(kit: Kit, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    service = _spawn(kit, env)
     try:
         yield service
     finally:

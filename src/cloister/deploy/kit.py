@@ -9,6 +9,7 @@
         local/users.json      who may look at this party's page or decide by it (`page.users`)
         local/rounds.json     rounds of the latest finished run of each study, to say how far another one is
         local/runs.json       how many runs were begun
+        local/course.json     which steps of a study are finished here (`cloister.deploy.course`)
         local/budget.json     what was asked of the same cells in all (`approval.budget`)
         local/answered.npz    keyed fingerprints of the cells that were used so far (`approval.differencing`)
         local/invitations.json   invitations of the last minutes, which are not answered twice
@@ -280,29 +281,36 @@ class Kit:
             name: counts.get(name, 0) for name in self._asked()["workflows"]
         }
 
-    def check_limits(self, policy: Policy) -> None:
+    def _cost(self, entry: Approval, what: Study, *, more: bool) -> dict[str, float]:
+        """What a run of the study, or of one step, takes of the budget."""
+        cost = dict(entry.cost) if what.digest == self.study.digest else cost_of(what)
+        return cost if more else {**cost, "runs": 0}
+
+    def check_limits(self, policy: Policy, part: Study | None = None, *, more: bool = True) -> None:
         """Raise `Refusal` if this party's runs of the study, or of the workflow, are used up."""
+        counted = part or self.study
+        asked = {*(["study"] if more else []), *(one.workflow for one in counted.parts)}
         for key, runs in self.runs_so_far().items():
             most = policy.limits.get(key)
-            if most is not None and runs >= most:
+            if most is not None and runs >= most and key in asked:
                 what = "of this study" if key == "study" else f"of '{key}'"
                 raise Refusal(
                     f"'{self.me}' allows {most} runs {what}, and {runs} were begun; to allow more, raise {key} under"
                     " [limits] in local/site.toml"
                 )
         if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
-            self.budget(policy).check(entry.data.matrix, entry.cost, self.study)
+            self.budget(policy).check(entry.data.matrix, self._cost(entry, counted, more=more), counted)
 
     def budget(self, policy: Policy) -> Budget:
         """What may be spent on this site's cells."""
         return Budget(self.path / "local" / policy.budget["file"], policy.budget, self.me)
 
-    def privacy_total(self, policy: Policy, *, charged: bool) -> dict[str, Any]:
-        """ε of all runs with noise on the approved cells, this one included; empty if none has noise."""
+    def privacy_total(self, policy: Policy, due: Study | None) -> dict[str, Any]:
+        """ε of all runs with noise on the approved cells, and what is `due` for this one; empty if none has noise."""
         entry = self.approvals.entry(self.study)
         if self.role == "coordinator" or entry is None or entry.data is None:
             return {}
-        total = self.budget(policy).privacy(entry.data.matrix, None if charged else self.study)
+        total = self.budget(policy).privacy(entry.data.matrix, due)
         return {"privacy": total.record()} if total.epsilon else {}
 
     def answered(self, policy: Policy) -> AnsweredCells:
@@ -318,23 +326,42 @@ class Kit:
     def check_differences(self, policy: Policy, adata: AnnData, matrix: str) -> None:
         """Raise `Refusal` if these cells differ from those of an earlier run in too few."""
         least = Thresholds().raised(policy.floors)
-        self.answered(policy).check(adata, matrix, self.donor_key, least, own_cells.columns_read(self.study))
+        columns, groups = own_cells.columns_read(self.study), own_cells.columns_read(self.study, grouped=True)
+        self.answered(policy).check(adata, matrix, self.donor_key, least, columns, groups)
 
-    def count_run(self, policy: Policy, adata: AnnData | None = None) -> None:
-        """Count one run more, or raise `Refusal`. A run counts from its start, since an aborted one reveals too."""
+    def count_run(
+        self, policy: Policy, adata: AnnData | None = None, part: Study | None = None, *, more: bool = True
+    ) -> None:
+        """Count one run more, or raise `Refusal`. A run counts from its start, since an aborted one reveals too.
+
+        `part` is the step that is answered once more, if that is all that this run repeats (`cloister.deploy.course`);
+        `more`, whether that makes it one more run of the study.
+        """
+        what = part or self.study
         with files.locked(self.path / "local" / COUNTS, wait=60.0):
-            self.check_limits(policy)
+            self.check_limits(policy, what, more=more)
             counts = self._counts()
             if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
                 if adata is not None:
                     least = None if entry.small_change else Thresholds().raised(policy.floors)
-                    columns = own_cells.columns_read(self.study)
+                    columns, groups = (
+                        own_cells.columns_read(self.study),
+                        own_cells.columns_read(self.study, grouped=True),
+                    )
                     key, name = self.donor_key, self.study.name
-                    self.answered(policy).admit(adata, entry.data.matrix, key, name, least, columns)
-                self.budget(policy).charge(entry.data.matrix, self.study, entry.cost)
-            for key in (self.study.digest.hex(), *(part.workflow for part in self.study.parts)):
+                    self.answered(policy).admit(adata, entry.data.matrix, key, name, least, columns, groups)
+                self.budget(policy).charge(entry.data.matrix, what, self._cost(entry, what, more=more))
+            for key in ([self.study.digest.hex()] if more else []) + [one.workflow for one in what.parts]:
                 counts[key] = counts.get(key, 0) + 1
             files.write(self.path / "local" / COUNTS, json.dumps(counts, indent=1))
+
+    def admit_step(self, policy: Policy, part: Study, adata: AnnData) -> None:
+        """Raise `Refusal` if the cells or labels that a later step reads disclose a few cells with earlier answers."""
+        if (entry := self.approvals.entry(self.study)) is None or entry.data is None:
+            return
+        least = None if entry.small_change else Thresholds().raised(policy.floors)
+        columns, groups = own_cells.columns_read(part), own_cells.columns_read(part, grouped=True)
+        self.answered(policy).admit_step(adata, entry.data.matrix, self.study.name, least, columns, groups)
 
     def _counts(self) -> dict[str, int]:
         path = self.path / "local" / COUNTS

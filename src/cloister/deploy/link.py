@@ -3,8 +3,8 @@
 The carriers pass what one site sends to another through the coordinator's machine. So every pair of parties agrees on a
 key of its own for each run, signed with the identities in `study.toml`, and the relay only sees sizes and times:
 
-    G1  u → v   pk_u, sign_u(run, u, pk_u)               pk_u fresh for this run
-    G2  v → u   pk_v, sign_v(run, v, pk_v)               the answer to G1
+    G1  u → v   pk_u, s_u, sign_u(run, u, pk_u, s_u)     pk_u fresh for this run; s_u about earlier ones (R1)
+    G2  v → u   pk_v, s_v, sign_v(run, v, pk_v, s_v)     the answer to G1
     G3  both    k_uv = KA(sk_u, pk_v; run)
     G4  u → v   i, seal(k_uv, batch_i; aad = (u, v, i))  i = 0, 1, 2, ...; answered, at most `WINDOW` on their way
 
@@ -17,7 +17,7 @@ coordinator's machine: where that is out of reach, it is named, and not the part
 
 Reveals
 -------
-relay : who talks to whom, when, and how many bytes.
+relay : who talks to whom, when, and how many bytes; the statements about earlier runs.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ TAKEN, REFUSED = b"+", b"-"
 HEADER = 5  # bytes before each piece: kind, length
 WINDOW = 8  # batches on their way to one party
 LEAST, MOST = 1 << 16, 1 << 19  # bytes of a batch; it grows while the line is fast
+AWAY = 2 / 3  # of the study's timeout: 40 s by default, so that a line may be down for half a minute
+SETTLE = 2.0  # seconds in which a greeting may overtake the word that nobody is there yet
 JOIN = 120.0  # seconds that a party waits for the others' processes to come up
 PULSE = 256  # a pulse is shorter than this
 
@@ -75,6 +77,7 @@ class _Peer:
 
     key: bytes | None = None
     public: bytes = b""
+    statement: bytes = b""
     ready: threading.Event = field(default_factory=threading.Event)
     lost: bool = False
     # outgoing
@@ -99,6 +102,8 @@ class SealedLink:
     ask
         Carries a request to a party and brings its answer. The party's transport hands the request to `answer`,
         with the sender that it believes in; a wrong belief is found out here.
+    statement
+        What this party tells every other one with its greeting (`cloister.deploy.course`); `statements` are theirs.
     """
 
     def __init__(
@@ -110,15 +115,17 @@ class SealedLink:
         mailbox: Mailbox | Mailboxes,
         ask: Ask,
         entropy: Entropy,
+        statement: bytes = b"",
     ) -> None:
         if missing := [p for p in study.parties if p not in study.keys]:
             raise ParameterError(f"study.toml: [keys] has none for {', '.join(missing)}; run: cloister provision")
         self._study, self._me, self._run, self._mailbox, self._ask = study, me, run.encode(), mailbox, ask
         self._entropy, self._keys = entropy, key_pair(entropy)
-        self._greeting = self._keys.public + identity.sign("greeting", self._said(me, self._keys.public))
+        said = identity.sign("greeting", self._said(me, self._keys.public, statement))
+        self._greeting = self._keys.public + said + statement
         self._peers = {p: _Peer() for p in study.parties if p != me}
         self._reply = min(5.0, study.timeout / 4)  # seconds to wait for one answer
-        self.away = min(10.0, study.timeout / 4)  # seconds without a connection that are forgiven
+        self.away = study.timeout * AWAY  # seconds without a connection that are forgiven
         self._closing, self._end = False, float("inf")
         self._pumps = [threading.Thread(target=self._pump, args=(p,), name=f"to-{p}", daemon=True) for p in self._peers]
 
@@ -172,6 +179,11 @@ class SealedLink:
     def lost(self, party: Party) -> bool:
         return self._peers[party].lost
 
+    @property
+    def statements(self) -> dict[Party, bytes]:
+        """What those who have greeted told of earlier runs."""
+        return {p: peer.statement for p, peer in self._peers.items() if peer.key is not None}
+
     # -- incoming --------------------------------------------------------------------------------------------------
 
     def answer(self, sender: Party, request: bytes) -> bytes:
@@ -192,15 +204,15 @@ class SealedLink:
         return REFUSED
 
     def _learn(self, sender: Party, greeting: bytes) -> bytes:
-        public, signature = greeting[:32], greeting[32:]
-        check_signature(self._study.keys[sender], "greeting", self._said(sender, public), signature)
+        public, signature, statement = greeting[:32], greeting[32:96], greeting[96:]
+        check_signature(self._study.keys[sender], "greeting", self._said(sender, public, statement), signature)
         peer = self._peers[sender]
         with peer.lock:
             if peer.key is None:
                 pair = sorted((self._me, sender))
                 peer.key = agree(self._keys, public, bind("link", self._run, *(p.encode() for p in pair)))  # G3
-                peer.public = public
-            elif peer.public != public:
+                peer.public, peer.statement = public, statement
+            elif (peer.public, peer.statement) != (public, statement):
                 raise ProtocolAbort("link", "G1", "replay", f"'{sender}' greets twice with different keys")
         peer.ready.set()
         return peer.key
@@ -279,7 +291,7 @@ class SealedLink:
 
     def _insist(self, to: Party, request: bytes, patience: float, fatal: type[Unreachable] = Unreachable) -> bytes:
         """Ask until there is an answer; `Lost` after `patience` seconds, or after `away` seconds of `fatal`."""
-        began, gone = time.monotonic(), None
+        began, gone, over = time.monotonic(), None, None
         while time.monotonic() < self._end and not self._peers[to].lost:
             if self._closing and self._peers[to].key is None:
                 break  # it never came
@@ -291,6 +303,10 @@ class SealedLink:
             except Unreachable as e:
                 if isinstance(e, Ended) or (isinstance(e, Over) and fatal is Unreachable):
                     raise Lost("its process ended") from None
+                if isinstance(e, Over) and self._peers[to].key is not None:  # it greeted: it had a process
+                    over = over or time.monotonic()
+                    if time.monotonic() - over > SETTLE:
+                        raise Lost("its process ended") from None
                 gone = (gone or time.monotonic()) if isinstance(e, fatal) else None
                 if gone and time.monotonic() - gone > self.away:
                     raise Lost("its process or its connection ended") from None
@@ -356,8 +372,8 @@ class SealedLink:
             with peer.turn:
                 peer.turn.notify()
 
-    def _said(self, who: Party, public: bytes) -> bytes:
-        return bind("greeting", self._run, who.encode(), public)
+    def _said(self, who: Party, public: bytes, statement: bytes) -> bytes:
+        return bind("greeting", self._run, who.encode(), public, statement)
 
     def _aad(self, sender: Party, to: Party, i: int) -> bytes:
         return bind("batch", self._run, sender.encode(), to.encode(), i.to_bytes(8, "big"))

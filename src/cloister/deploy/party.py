@@ -4,7 +4,8 @@
         outcome.json          done, or where and why not, in words
         basel.receipt.journal what was sent so far, while the run goes on (`cloister.mpc.net.journal`)
         run.json, ...         the same files as of a rehearsal, for this party only (`cloister.rehearsal.results`)
-        01-shared-pca/, ...   instead of those: one such folder for each step, where the study has several
+        01-shared-pca/, ...   instead of those: one such folder for each step, where the study has several; steps that
+                              an earlier run finished (`cloister.deploy.course`) are here, too
 
 The words of an error stay in that folder. The others hear `(protocol, line, code)` from the channel; so does the
 coordinator once more at the end, in a signed word.
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cloister import errors, files, workflows
 from cloister.deploy.approval.own_cells import check_approved_cells, check_floors, open_cells
+from cloister.deploy.course import Course
 from cloister.deploy.kit import Kit, Policy
 from cloister.deploy.link import Ask, SealedLink
 from cloister.deploy.logs import Teller
@@ -102,16 +104,19 @@ def _plain(x: Any) -> Any:
 class Turn:
     """One party's turn in one run: the link, from the start; the part, or one after the other, in `take`."""
 
-    def __init__(self, kit: Kit, run: str, ask: Ask) -> None:
+    def __init__(self, kit: Kit, run: str, ask: Ask, *, anew: bool = False) -> None:
         self.kit, self.run, self.tell = kit, run, Teller(kit, run)
+        self.course = Course(kit, run, anew=anew)
         self.mailbox = (
             Mailboxes([part.agreement for part in kit.study.parts], kit.me, room())
             if kit.study.steps
             else Mailbox(kit.me, room())
         )
         self.entropy, self.over = Entropy(), threading.Event()
-        self.link = SealedLink(kit.study, kit.me, run, kit.identity, self.mailbox, ask, self.entropy)
-        self._met = self._seated = False
+        self.link = SealedLink(
+            kit.study, kit.me, run, kit.identity, self.mailbox, ask, self.entropy, self.course.statement.pack()
+        )
+        self._met = self._seated = self._opened = False
 
     def take(self) -> Ended:
         """Run this party's part to its end, and write the results or the error. Never raises."""
@@ -120,14 +125,23 @@ class Turn:
         try:
             policy = kit.policy()
             self._meet()
-            for part in kit.study.parts:
+            start = self.course.agree(self.link.statements)
+            if isinstance(self.mailbox, Mailboxes):
+                self.mailbox.begin(min(start + 1, len(kit.study.parts)))
+            if start:
+                behind = kit.study.parts[start - 1].place
+                log.info("run %s continues behind %s, which all have finished", self.run[:8], behind)
+            for part in kit.study.parts[start:]:
                 run = Run(part)
                 self.tell.begin(part)
                 with pipeline.named(part):
                     run.outcomes[kit.me] = self._run_part(policy, run, done, folder)
                 self.tell.finish(run.outcomes[kit.me].cost.get("rounds", 0))
                 done.append(run)
-            self._save(run, folder)
+            if start < len(kit.study.parts):
+                self._save(run, folder)
+            else:
+                done = self._restore(start, folder)
             ended = _all_done(self.run, kit.me, folder, done)
         except BaseException as e:
             ended = replace(failed(kit, self.run, e, folder), step=run.study.place)
@@ -137,6 +151,7 @@ class Turn:
         finally:
             if kit.study.steps:
                 self.link.close()  # each step has left it open for the next
+            self.course.release()
         self.tell.end()
         ended.keep()
         log.info("run %s %s; see %s", self.run[:8], ended.error.get("text") or ended.status, folder)
@@ -144,6 +159,10 @@ class Turn:
             log.info("run %s: next: %s", self.run[:8], ended.error["next"])
         self.over.set()
         return ended
+
+    def _restore(self, steps: int, folder: Path) -> list[Run]:
+        """The first steps, as earlier runs left them."""
+        return [self.course.restore(part, folder) for part in self.kit.study.parts[:steps]]
 
     def _announce(self, e: BaseException, part: Study) -> None:
         """Have the others learn why this party does not begin, where no session has: by a full disk, for example."""
@@ -156,7 +175,8 @@ class Turn:
                 self.link.meet()
             link = StepLink(self.link, part.at) if part.at else self.link
             mailbox = self.mailbox.begin(part.at) if isinstance(self.mailbox, Mailboxes) else self.mailbox
-            endpoint = Endpoint(part.agreement, self.kit.me, link, mailbox, Receipt({}), nonce=self.entropy.bytes)
+            agreement = self.course.agreement(part)
+            endpoint = Endpoint(agreement, self.kit.me, link, mailbox, Receipt({}), nonce=self.entropy.bytes)
             endpoint.abort(e)
             endpoint.close()
 
@@ -175,42 +195,55 @@ class Turn:
         save_run(run, place, on_event=self.tell)
         if self.kit.me in run.receipts:
             journal_in(place, self.kit.me).unlink(missing_ok=True)
+            if not run.errors:
+                self.course.finish(run.study, run, place)
 
     def _run_part(self, policy: Policy, run: Run, done: list[Run], folder: Path) -> Outcome:
         kit, part = self.kit, run.study
-        what = f"{part.place}: " if part.place else ""
+        what, before = f"{part.place}: " if part.place else "", max(0, part.at - 1)
         log.info("run %s of study %r begins: %s%s, %s", self.run[:8], part.name, what, part.workflow, part.mode)
 
         def cells() -> AnnData | None:
             self._seated = True
-            if done:
+            first, own = not self._opened, None
+            if first:
+                self._opened = True
+                kit.check_approved(policy)
+                own = open_cells(kit, policy) if kit.role == "site" else None
+                if own is not None:
+                    check_approved_cells(kit, own)
+                done.extend(self._restore(before, folder))
+            else:
                 self._save(done[-1], folder)  # whole, whatever becomes of this step
+
+            def count(what: Study, more: bool) -> None:  # noqa: FBT001
+                if kit.role != "coordinator":
+                    step = None if what.digest == kit.study.digest else what
+                    kit.count_run(policy, own, step, more=more)
+
+            self.course.begin(part, step_folder(folder, part), count)
+            if done:
                 if (adata := done[-1].outcomes[kit.me].adata) is not None:
                     check_floors(kit.me, part, policy, adata)
+                    kit.admit_step(policy, part, adata)
                 return adata
-            kit.check_approved(policy)
-            adata = open_cells(kit, policy) if kit.role == "site" else None
-            if adata is not None:
-                check_approved_cells(kit, adata)
-            if kit.role != "coordinator":
-                kit.count_run(policy, adata)
-            if adata is not None:
+            if own is not None:
                 with errors.about(str(policy.data)):
-                    pipeline.check_site(kit.study, kit.me, adata)
-            return adata
+                    pipeline.check_site(kit.study, kit.me, own)
+            return own
 
         def keep(receipt: Receipt) -> None:
             run.receipts[kit.me] = receipt
 
         self._seated = False  # until the receipt's journal is there
-        folders = {one.study.label: step_folder(folder, one.study) for one in done}
+        folders = {one.label: step_folder(folder, one) for one in kit.study.parts[:before]}
         return take_part(
             part,
             kit.me,
             StepLink(self.link, part.at) if part.at else self.link,
             self.mailbox.begin(part.at) if isinstance(self.mailbox, Mailboxes) else self.mailbox,
             cells,
-            part=functools.partial(workflow_part, checked=not done, folders=folders),  # the first step's cells were
+            part=functools.partial(workflow_part, checked=not before, folders=folders),  # the first step's cells were
             reveals=workflows.reveals(part),
             identity=kit.identity,
             entropy=self.entropy,
@@ -219,16 +252,17 @@ class Turn:
             consent=frozenset(policy.consent),
             floors=policy.floors,
             charge=kit.budget(policy).charge_queries if kit.role == "site" else None,
-            approval=self._approval(policy, charged=bool(done)),
+            approval=self._approval(policy, part),
             journal=journal_in(step_folder(folder, part), kit.me),
+            agreement=self.course.agreement(part),
         )
 
-    def _approval(self, policy: Policy, *, charged: bool) -> dict[str, Any] | None:
+    def _approval(self, policy: Policy, part: Study) -> dict[str, Any] | None:
         """What the receipt says about who allowed the run, on what terms, and what all runs on the cells spent."""
         approved = self.kit.approvals.entry(self.kit.study)
         if approved is None:
             return None
-        total = self.kit.privacy_total(policy, charged=charged)
+        total = self.kit.privacy_total(policy, self.course.due(part))
         return {**approved.record, "terms": self.kit.terms(policy), **total}
 
 
@@ -269,4 +303,6 @@ def results_folder(kit: Kit, run: str) -> Path:
 
 def lost(party: str, run: str, why: str) -> Ended:
     """An ending for a run whose process cannot tell it any more."""
-    return Ended(run, party, "aborted", "", errors.to_json(PeerLost("flare", "-", "lost", why)))
+    error = PeerLost("flare", "-", "lost", why)
+    errors.blame(error, party, error.code)
+    return Ended(run, party, "aborted", "", errors.to_json(error))

@@ -32,6 +32,7 @@ KINDS = range(REQUEST, OUTCOME + 1)
 
 TRAVELS = (REQUEST, ANSWER, NOBODY, ABSENT)  # between parties
 
+NO_PACKET = "what came is not a packet"
 RUN = 16  # bytes of a run's id
 SERVICE = bytes(RUN)  # the run of what services say to each other
 HEAD = struct.Struct(">IBQ16sB")
@@ -67,12 +68,12 @@ class Pipe:
         """The next packet; `BrokenPipe` at the end, or at what is none."""
         length, kind, ticket, run, size = HEAD.unpack(self._exactly(HEAD.size))
         if kind not in KINDS or not size <= length <= size + MOST:
-            raise BrokenPipe("what came is not a packet")
+            raise BrokenPipe(NO_PACKET)
         rest = self._exactly(length)
         try:
             return Packet(kind, rest[:size].decode("ascii"), ticket, run, rest[size:])
         except UnicodeDecodeError:
-            raise BrokenPipe("what came is not a packet") from None
+            raise BrokenPipe(NO_PACKET) from None
 
     def _exactly(self, n: int) -> bytes:
         try:

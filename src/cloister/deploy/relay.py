@@ -26,6 +26,7 @@ from nvflare.fuel.f3.connection import Connection
 from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.endpoint import Endpoint, EndpointMonitor, EndpointState
 from nvflare.fuel.f3.message import Message, MessageReceiver
+from nvflare.fuel.f3.sfm import conn_manager
 from nvflare.fuel.utils.constants import Mode
 
 from cloister.deploy.driver import TlsDriver
@@ -48,6 +49,7 @@ from cloister.deploy.pipe import (
 APP = 1  # whom FLARE hands a message to: there is one receiver
 WORKERS = 100  # threads that take in what came
 QUEUE = 64  # messages that may wait for one site's line
+AT_FIRST, AT_MOST = 0.1, 2.0  # seconds until a line that broke is made anew: at once, then twice as long each time
 
 log = logging.getLogger("cloister.carrier")
 
@@ -96,6 +98,7 @@ class Relay(MessageReceiver, EndpointMonitor):
         self._lines = {p: queue.Queue[tuple[dict[str, Any], bytes]](QUEUE) for p in names}
         for party in names:
             threading.Thread(target=self._carry, args=(party,), name=f"to-{party}", daemon=True).start()
+        conn_manager.INIT_WAIT, conn_manager.MAX_WAIT = AT_FIRST, AT_MOST
         self.communicator = Communicator(Endpoint(self._me), Names(names))
         manager = self.communicator.conn_manager
         manager.frame_mgr_executor.shutdown()

@@ -1,6 +1,6 @@
 """The process of one run at one party: opens the kit, takes the party's turn, and tells the coordinator how it ended.
 
-    python -m cloister.deploy.run KIT RUN FD
+    python -m cloister.deploy.run KIT RUN FD [anew]
 
 The service starts it and holds the other end of FD. Frames go from here through the service and its carrier to the
 other parties' processes; who carries them can delay or drop them. When the service ends, so does this.
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from cloister import errors
 from cloister.deploy import link
+from cloister.deploy.course import close_course
 from cloister.deploy.invitation import DONE, read_word, say_word
 from cloister.deploy.kit import Kit
 from cloister.deploy.link import PING, REFUSED, TAKEN, WINDOW, Absent, Over, Unreachable
@@ -59,10 +60,10 @@ log = logging.getLogger("cloister.deploy")
 class Attendee:
     """A party's place in one run, at the end of the pipe."""
 
-    def __init__(self, kit: Kit, run: bytes, pipe: Pipe) -> None:
+    def __init__(self, kit: Kit, run: bytes, pipe: Pipe, *, anew: bool = False) -> None:
         self.kit, self.run, self._pipe = kit, run, pipe
         self._asker = Asker(pipe, run)
-        self.turn = Turn(kit, run.hex(), self.ask)
+        self.turn = Turn(kit, run.hex(), self.ask, anew=anew)
         self.words: dict[Party, str] = {}
         self.peers = [p for p in kit.study.parties if p != kit.me]
         self._waiting: dict[str, int] = defaultdict(int)
@@ -197,6 +198,8 @@ class Attendee:
             ended = replace(ended, status="aborted", error=errors.to_json(error))
         ended = replace(ended, parties=words)
         ended.keep()
+        if ended.status == "done":
+            close_course(self.kit)
         return ended
 
 
@@ -222,7 +225,7 @@ def main() -> None:
     os.umask(0o077)
     log_beside(path)
     try:
-        me = Attendee(Kit.open(path), run, pipe)
+        me = Attendee(Kit.open(path), run, pipe, anew="anew" in sys.argv[4:])
     except CloisterError as e:  # the kit itself is broken
         log.error("run %s: %s", run.hex()[:8], e)
         _report(pipe, run, lost("", run.hex(), str(e)))

@@ -6,7 +6,8 @@
 
 A run begins with the coordinator's signed invitation (`cloister.deploy.invitation`), and only if this party's own
 policy allows it. Nothing else that comes from the network makes the service do anything but pass it on or drop it. A
-carrier that ends, or says what is no packet, is replaced; runs that it carried end by name.
+carrier that ends is replaced, and its runs go on as after any other break of the line. One that says what is no packet
+is replaced, too, and its runs end by name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -26,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from cloister.deploy.approval.approval import Refusal
-from cloister.deploy.approval.recovery import recover
+from cloister.deploy.approval.recovery import keep_late, note_begun, recover
+from cloister.deploy.course import is_paid
 from cloister.deploy.invitation import COME, Invitation, Seen, say_word
 from cloister.deploy.kit import Kit
 from cloister.deploy.launch import find_addresses, open_carrier
@@ -42,6 +45,7 @@ from cloister.deploy.pipe import (
     GONE,
     HALT,
     LOG,
+    NO_PACKET,
     NOBODY,
     OUTCOME,
     PLAN,
@@ -63,6 +67,7 @@ from cloister.study import Party
 PING, INVITE = b"P", b"I"  # what services ask each other
 HERE = b"+"
 RUNS_AT_ONCE = 4
+ONCE = "CLOISTER_ONCE"  # in the environment of a service that ends with its first run
 REMEMBERED = 64  # runs that ended here, of which others are told so
 REFUSALS = 20  # runs that did not begin, whose outcome is kept
 LINES = 100  # lines of a carrier that are logged in a minute
@@ -103,11 +108,19 @@ class Service:
         self._stale: dict[bytes, Ended] = {}  # runs whose invitation came too late, or too early
         self._notifier, self._told = Notifier(), set[str]()
         self.last: Ended | None = None  # how the latest run ended here, even if no disk could keep it
+        self._unsaved: dict[str, Ended] = {}  # outcomes of runs that ended while the disk was full
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED)
         self._lock, self.ending = threading.Lock(), threading.Event()
         self._doors = ThreadPoolExecutor(2, "door")  # invitations are looked at here, a few at a time
         self._at_door = threading.BoundedSemaphore(8)
         self._lines = (0.0, 0)
+        self.cancelled = 0  # how often its owner cancelled what is going on
+        self.once = bool(os.environ.get(ONCE))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this was started for one run, and that has ended."""
+        return self.once and (bool(self.cancelled) or (bool(self._ended) and not self.runs))
 
     def start(self) -> None:
         threading.Thread(target=self._keep_carrier, name="carrier", daemon=True).start()
@@ -155,6 +168,12 @@ class Service:
         log.warning("halted: every run here is stopped")
         return self._end_runs(HALT)
 
+    def cancel(self) -> int:
+        """End every run here, and orders that wait for parties; returns how many runs there were."""
+        log.warning("cancelled: every run here is stopped")
+        self.cancelled += 1
+        return self._end_runs(b"the run was cancelled")
+
     def _end_runs(self, why: bytes) -> int:
         """Have the processes of runs tell the others and end; then make sure."""
         with self._lock:
@@ -173,20 +192,21 @@ class Service:
     def _keep_carrier(self) -> None:
         pause = RESTART
         while not self.ending.is_set():
-            began = time.monotonic()
+            began, whole = time.monotonic(), True
             try:
-                self._carry()
+                whole = self._carry()
             except (OSError, CloisterError) as e:
                 log.error("the carrier could not be started: %s", e)
             if self.ending.is_set():
                 return
-            self._tell_runs("this party's carrier ended")
+            if not whole:
+                self._tell_runs("this party's carrier ended")
             pause = RESTART if time.monotonic() - began > 60.0 else min(2 * pause, RESTART_MOST)
             log.error("the carrier ended; a new one starts in %g s", pause)
             self.ending.wait(pause)
 
-    def _carry(self) -> None:
-        """One carrier's life."""
+    def _carry(self) -> bool:
+        """One carrier's life; whether all that it said were packets."""
         kit = Kit.open(self.kit.path)  # parties may have joined
         process, ours = open_carrier(kit, self.ending)
         pipe = Pipe(ours)
@@ -201,6 +221,7 @@ class Service:
         except BrokenPipe as e:
             if not self.ending.is_set():
                 log.error("the carrier's pipe broke: %s", e)
+            return str(e) != NO_PACKET
         finally:
             with self._lock:
                 self._carrier = None
@@ -299,13 +320,14 @@ class Service:
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
-    def begin(self, run: bytes) -> Running:
-        """Start a run's process."""
+    def begin(self, run: bytes, *, anew: bool = False) -> Running:
+        """Start a run's process; `anew` if it is to begin with the study's first step."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "cloister.deploy.run", str(self.kit.path), run.hex()]
+        command = [sys.executable, "-m", "cloister.deploy.run", str(self.kit.path), run.hex(), str(theirs.fileno())]
         with theirs:
+            note_begun(self.kit, run.hex())
             process = subprocess.Popen(
-                [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+                [*command, *(["anew"] if anew else [])], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )
         running = Running(run, process, Pipe(ours))
         with self._lock:
@@ -335,6 +357,9 @@ class Service:
         except subprocess.TimeoutExpired:
             running.process.kill()
             running.process.wait()
+        if running.ended is not None:
+            self._unsaved[running.run.hex()] = running.ended
+        keep_late(self.kit, self._unsaved)
         recover(self.kit, running.run.hex())
         if (ended := running.ended) is None or ended.status != "done":
             why = "its process ended" if ended is None else str(ended.error.get("text", ended.status))
@@ -398,7 +423,8 @@ class Service:
                 )
             policy = kit.policy()
             kit.check_approved(policy)
-            kit.check_limits(policy)
+            if not is_paid(kit):
+                kit.check_limits(policy)
             if len(self.runs) >= RUNS_AT_ONCE:
                 raise Refusal(f"{len(self.runs)} runs are going on at '{kit.me}'")
             if self.ending.is_set():

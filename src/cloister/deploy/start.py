@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,6 +18,8 @@ from cloister.deploy.kit import Kit
 from cloister.deploy.logs import log_to, rotate
 from cloister.deploy.ready import check_port, check_ready, only_one
 from cloister.deploy.service import Service
+
+LINGER = 5.0  # seconds that a service for one run stays after it
 
 
 class _Stop(Exception):
@@ -41,6 +45,7 @@ def start_party(
         recover(kit)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _on_signal)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that is closed ends nothing, here and in runs
         service = Service(kit)
         network = f"{kit.study.network.get('host')}:{kit.study.network.get('port')}"
         say(f"{kit.me} ({kit.role}) {'listens at' if hub else 'connects to'} {network}; Ctrl-C stops it")
@@ -48,8 +53,10 @@ def start_party(
         try:
             with take_orders(service), beside(service):
                 service.start()
-                while True:
-                    signal.pause()
+                while not service.is_over:
+                    time.sleep(1.0)
+                time.sleep(LINGER)  # for whoever ordered the run
+                raise _Stop
         except _Stop:
             say(f"{kit.me} stops")
             service.stop()
@@ -74,4 +81,5 @@ def _on_signal(*_: object) -> NoReturn:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal was closed
+        print(text, file=sys.stderr, flush=True)

@@ -8,6 +8,12 @@
     ridge         A = (Σ_k π_k (W + c_k c_kᵀ) + λ I)⁻¹ π_k c_k        c_k = z(m_k) - Σ_k π_k z(m_k)
     both          the mean of the two, each scaled so that classes exceed the others by 1 at their means on average
 
+    logistic step A + (c (W + Σ_k π_k z(m_k) z(m_k)ᵀ) + λ I)⁻¹ (R / n - λ A)       R = Σ_γ n_γ z_γ (y_γ - p_γ)ᵀ
+
+A step of logistic regression needs one more sum, R over groups of cells with label y_γ and probabilities p_γ at A. The
+matrix is a fraction of the bound of its curvature [Boh92], and the same for all classes. Cells scatter within groups,
+so scores are divided by the root of 1 + π/8 of their variance there [Mac92].
+
 Class weights are π_k = n_k / n in discriminants and ∝ n_k^(1 - balance) in ridge regression. A weighted Gram matrix
 would need one matrix per class. With one covariance for all classes it follows from W, the counts and the means, so one
 matrix is enough.
@@ -19,6 +25,8 @@ second matrix of coefficients. A cell whose largest typicality is low is `unknow
 References
 ----------
 [FHT09] Friedman, Hastie and Tibshirani, The Elements of Statistical Learning, 2009, 4.3 (regularised discriminants).
+[Boh92] Böhning, Multinomial logistic regression algorithm, 1992. [Mac92] MacKay, The evidence framework applied to
+classification networks, 1992.
 [RFL+21] Ren et al., A simple fix to Mahalanobis distance for improving near-OOD detection, 2021.
 """
 
@@ -35,6 +43,8 @@ from cloister.errors import ParameterError
 
 SPREAD = 0.05  # added to the variance of log values, so that a gene that hardly varies gets no large weight
 SHARPNESS = 8.0  # of ridge scores, which lie between 0 and 1, in the softmax
+CURVATURE = 0.125  # c, a quarter of the bound of [Boh92]
+DECAY = 0.01  # λ of logistic steps
 REFERENCE = 0.3  # shrinkage of the covariance under typicality
 
 
@@ -161,6 +171,22 @@ class Solver:
         rest = (z.sum(axis=1) - own) / max(len(z) - 1, 1)
         return max(float(np.mean(own - rest)), 1e-9)
 
+    def step(self, linear: Linear, residual: F64, cells: float) -> Linear:
+        """One step of logistic regression from `linear`, by R over all groups: (h + 1, K), the last row without z."""
+        at = self.at
+        a = self.axes.T @ (linear.coefficients[:, at] * self.scale[:, None])
+        b = linear.intercept[at] + self.mean @ linear.coefficients[:, at]
+        constant = residual[-1, at] / cells
+        r = (
+            self.axes.T @ ((residual[:-1, at] / cells - np.outer(self.mean, constant)) / self.scale[:, None])
+            - DECAY * a
+        )
+        diagonal = CURVATURE * self.values + DECAY  # with the means of classes by Woodbury's identity
+        inner = np.diag(1 / (CURVATURE * self.share)) + (self.centers / diagonal) @ self.centers.T
+        r = r / diagonal[:, None]
+        r -= (self.centers / diagonal).T @ np.linalg.solve(inner, self.centers @ r)
+        return self._linear(a + r, b + constant / (2 * CURVATURE))
+
     def typicality(self) -> Linear:
         """(d(x, μ) - d(x, m_k)) / d(m_k, μ) for every class."""
         a = self._whitened(REFERENCE)
@@ -178,6 +204,19 @@ class Solver:
         coefficients, intercept = np.zeros((len(own), self.classes)), np.full(self.classes, -np.inf)
         coefficients[:, self.at], intercept[self.at] = own, b - self.mean @ own
         return Linear(coefficients, intercept)
+
+
+def residuals(linear: Linear, means: F64, labels: I64, cells: I64, within: F64) -> F64:
+    """R at `linear` over groups of cells with these means and this variance within them, (h + 1, K)."""
+    there = np.isfinite(linear.intercept)
+    z = linear.scores(means)
+    scatter = np.square(linear.coefficients[:, there]).T @ within
+    z = z / np.sqrt(1 + np.pi / 8 * 2 * float(scatter.mean()))
+    p = np.exp(z - z.max(axis=1, keepdims=True, initial=-np.inf))
+    p /= p.sum(axis=1, keepdims=True)
+    apart = (np.eye(len(there))[labels] - p) * cells[:, None]
+    found: F64 = np.vstack([means.T @ apart, apart.sum(axis=0)])
+    return found
 
 
 def choose_columns(counts: F64, sums: F64, columns: int) -> I64:

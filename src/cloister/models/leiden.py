@@ -53,6 +53,18 @@ def neighbour_graph(points: F64, k: int) -> Any:
     lacks = ~own.any(axis=1)
     own[lacks, -1] = True  # among equal points, one stands for the point itself
     at, far = at[~own].reshape(n, -1), far[~own].reshape(n, -1)
+    weights = memberships(far, k)
+    rows = np.repeat(np.arange(n), at.shape[1])
+    one = scipy.sparse.csr_matrix((weights.ravel(), (rows, at.ravel())), shape=(n, n))
+    return (one + one.T - one.multiply(one.T)).tocsr()
+
+
+def memberships(far: F64, k: int, *, apart: bool = False) -> F64:
+    """Weights of neighbours at these distances, (n, m): exp(-(d - ρ) / σ), which add up to log2 k.
+
+    σ is at least 1/1000 of the mean distance; with `apart` that of the same row, so that no row depends on others.
+    """
+    n, mean = len(far), far.mean(axis=1, keepdims=True) if apart else float(far.mean()) if far.size else 1.0
     rho = np.min(np.where(far > 0, far, np.inf), axis=1, initial=np.inf)
     rho = np.where(np.isfinite(rho), rho, 0.0)[:, None]
     target, low, high = np.log2(max(k, 2)), np.zeros((n, 1)), np.full((n, 1), np.inf)
@@ -61,11 +73,9 @@ def neighbour_graph(points: F64, k: int) -> Any:
         above = np.exp(-np.maximum(far - rho, 0.0) / sigma).sum(axis=1, keepdims=True) > target
         high, low = np.where(above, sigma, high), np.where(above, low, sigma)
         sigma = np.where(np.isfinite(high), (low + np.where(np.isfinite(high), high, 0.0)) / 2, sigma * 2)
-    sigma = np.maximum(sigma, 1e-3 * max(float(far.mean()) if far.size else 1.0, 1e-12))
-    weights = np.exp(-np.maximum(far - rho, 0.0) / sigma)
-    rows = np.repeat(np.arange(n), at.shape[1])
-    one = scipy.sparse.csr_matrix((weights.ravel(), (rows, at.ravel())), shape=(n, n))
-    return (one + one.T - one.multiply(one.T)).tocsr()
+    sigma = np.maximum(sigma, 1e-3 * np.maximum(mean, 1e-12))
+    weights: F64 = np.exp(-np.maximum(far - rho, 0.0) / sigma)
+    return weights
 
 
 def drawn(cells: F64, mean: F64, variance: F64, most: int, seed: int) -> F64:

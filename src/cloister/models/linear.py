@@ -29,7 +29,7 @@ class LinearModel:
     coefficients: F64  # W, (h, K)
     intercept: F64  # (K,)
     genes: tuple[str, ...] = ()  # (h,); empty for an embedding
-    common: tuple[str, ...] = ()  # genes over which cells are normalised
+    common: tuple[str, ...] = ()  # genes over which cells that are labelled are normalised
     kind: str = "counts"  # or "log": what cells have to hold
     names: str = "index"  # or "symbol", "ensembl": how genes are matched
     target_sum: float = 1e4

@@ -13,8 +13,8 @@ Reveals
 coordinator : of every site: number of cells; at every step the mass of each cluster and the sum of its cells'
     directions; the mean of its cells in each cluster. A cluster that one cell of a site is in shows that cell.
 site : the sums over all sites; with two sites therefore the other's part.
-lying coordinator : the same, and it can tell the sites any sums, so also centroids beside a cell of its choice.
-one lying site : the sums over all, at centroids that it can bend.
+malicious coordinator : the same, and it can tell the sites any sums, so also centroids beside a cell of its choice.
+one malicious site : the sums over all, at centroids that it can bend.
 
 Assumes
 -------

@@ -40,9 +40,9 @@ coordinator : label names per site (unless the study lists them) and who has lab
 site : the model at the start of the rounds in which it trains or scores, and in the end; the curves. A model may itself
     tell about the cells it was trained on; only noise bounds that. With two sites in a round, each learns the other's
     update by subtraction. Who has labels, where labels are spread.
-lying coordinator : sums of the updates of a round's sites, as above, at models of its choice that the rounds so far
+malicious coordinator : sums of the updates of a round's sites, as above, at models of its choice that the rounds so far
     could have given. It may call a site dropped that is there: then sums without it, and more than half must be left.
-one lying site : nothing more. Its update is what it says, each entry within the agreed bound.
+one malicious site : nothing more. Its update is what it says, each entry within the agreed bound.
 
 Assumes
 -------

@@ -15,8 +15,8 @@ Reveals
 -------
 server : who takes part. With k of the sites: the sums at their rows, and so the sum of the others' at those.
 site : Z[R_u]. If only two take part: the other's Z at its rows, by subtraction.
-lying server : the same. It may leave sites out; P then only shrinks, and no site sends rows of its own.
-one lying site : Z[R_u] of every attempt that reaches L4, of which there is one.
+malicious server : the same. It may leave sites out; P then only shrinks, and no site sends rows of its own.
+one malicious site : Z[R_u] of every attempt that reaches L4, of which there is one.
 
 Assumes
 -------

@@ -7,7 +7,7 @@ in which.
     mpc/sums/                     sums over sites
       secure_sum            [BIK+17] fig. 4                              s p
       checked_sum           [BIK+17], [CW81] affine tags                h s p plain
-      same_view             ours                                         h p plain s
+      same_view             ours; the module is consistency_check        h p plain s
       common_seed           [MA24] algorithm 1, without its server       h s p plain
       count_tests           [IK02] section 3                             h p plain
       pooled_scaling        ours                                         h p plain
@@ -32,11 +32,15 @@ in which.
       shared_pca            [SAT+15] genes; sums ours                    h
     workflows/integrate/
       pooled_harmony        [KMF+19]; sums ours                          h
+    workflows/quality_control/
+      cell_quality          [LT19], [WLK19]; sums ours                   h
     workflows/choose_genes/
       variable_genes        [SBH+19]; sum of ranks ours                  h
     workflows/cluster_cells/
       shared_prototypes     [LBG80] on groups of cells; sums ours        h
       common_clusters       [TWE19], on points drawn from these          h
+    workflows/shared_map/
+      common_map            [MHM18], on points drawn from prototypes     h
     workflows/find_markers/
       pooled_markers        [Wel47], [SMO21]; sums ours                  h
     workflows/compare_groups/

@@ -202,8 +202,8 @@ def rehearse_steps(
     study = study.with_keys({p: i.public for p, i in identities.items()})
     series, now = Series(study), dict(data)
     for site in study.sites:
-        with _named(site, data[site]):
-            adata = _study_cells(study, site, data[site], inplace=inplace)
+        with named_site(site, data[site]):
+            adata = study_cells(study, site, data[site], inplace=inplace)
             pipeline.check_site(study, site, adata)
             now[site] = data[site] if processes else adata
     with tempfile.TemporaryDirectory(prefix="cloister-") as folder:
@@ -246,8 +246,8 @@ def rehearse_study(
     workflow, options = workflows.check_plan(study)
     given, on_event = {}, ignore_errors(on_event)
     for site, cells_or_file in data.items():
-        with _named(site, cells_or_file), told_to(passes_of(site, on_event)):
-            given[site] = _study_cells(study, site, cells_or_file, inplace=inplace)
+        with named_site(site, cells_or_file), told_to(passes_of(site, on_event)):
+            given[site] = study_cells(study, site, cells_or_file, inplace=inplace)
             workflow.check_at(Party(site), given[site], options)
     if processes and on_frame is not None:
         raise ParameterError("on_frame receives only messages of this process; rehearse with processes=False")
@@ -286,10 +286,10 @@ def _cells_of(given: Any) -> AnnData:
     raise DataError(f"expected an AnnData, the path of a file or a pandas DataFrame, found a {type(given).__name__}")
 
 
-def _study_cells(study: Study, site: str, given: Any, *, inplace: bool) -> AnnData:
+def study_cells(study: Study | None, site: str, given: Any, *, inplace: bool) -> AnnData:
     """A site's cells with labels under the study's names; the log says what was renamed."""
     adata = _cells_of(given)
-    if not site_labels.rules_of(study):
+    if study is None or not site_labels.rules_of(study):
         return adata
     adata = adata if inplace or isinstance(given, str | Path) else _copy(adata)
     for note in site_labels.use_study_labels(study, adata):
@@ -302,7 +302,7 @@ def _copy(adata: AnnData) -> AnnData:
 
 
 @contextlib.contextmanager
-def _named(site: str, given: Any) -> Iterator[None]:
+def named_site(site: str, given: Any) -> Iterator[None]:
     """Let an error say of whose cells it is, and of which file."""
     with about(f"site '{site}'"), about(str(given) if isinstance(given, str | Path) else ""):
         yield

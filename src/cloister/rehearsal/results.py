@@ -35,7 +35,8 @@ from cloister.errors import CloisterError, DataError, DiskError, ProtocolAbort, 
 from cloister.mpc.net.events import Event, ignore_errors
 from cloister.mpc.net.receipts import Receipt
 from cloister.rehearsal.progress import passes_of
-from cloister.rehearsal.run import PNG, Abort, Drawing, Figure, Flow, Run, plain
+from cloister.rehearsal.record import PNG, Abort, Drawing, Figure, Flow, plain
+from cloister.rehearsal.run import Run
 from cloister.session import Outcome
 from cloister.study import Study, format_study, parse_study
 

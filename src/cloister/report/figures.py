@@ -246,6 +246,24 @@ def draw_heatmap(
     c.paper.colorbar(drawn, ax=c.axis, shrink=0.8, label=bar)
 
 
+def draw_violins(axis: Any, parts: Mapping[str, Any], colours: Sequence[int], *, log: bool = False) -> None:
+    """Draw the distribution of values for each name, with a line at its median; `log` values are of base ten."""
+    from matplotlib.ticker import MaxNLocator
+
+    for i, (values, colour) in enumerate(zip(parts.values(), colours, strict=True)):
+        if len(np.unique(values)) > 1:
+            body = axis.violinplot(values, [i], widths=0.8, showextrema=False)["bodies"][0]
+            body.set(facecolor=tone(colour)[0], edgecolor=tone(colour)[0], alpha=0.65)
+        if len(values):
+            axis.hlines(np.median(values), i - 0.25, i + 0.25, color="#1d2329", lw=1.5)
+    if log:
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.yaxis.set_major_formatter(lambda v, _: f"{10**v:,.0f}")
+    turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if len(parts) > 4 else {}
+    axis.set_xticks(range(len(parts)), [shown(k, 18) for k in parts], **turned)
+    axis.grid(visible=False, axis="x")
+
+
 def histograms(
     values: Mapping[str, Any],
     *,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from cloister import workflows
-from cloister.rehearsal.run import Run
+from cloister.rehearsal.record import Record
 from cloister.report.parts import Html, count, facts, join, names, size, tag
 from cloister.study import Study
 
 
-def short(run: Run) -> Html | None:
+def short(run: Record) -> Html | None:
     """The first thing to read: what stays, who learns what, in plain words; in full it stands further down."""
     rows = in_short(run.study.workflow, run.study.mode)
     if rows is None:
@@ -37,7 +37,7 @@ def in_short(workflow: str, mode: str) -> Html | None:
     return facts((who, sentence(what)) for who, what in rows)
 
 
-def learned(run: Run) -> Html:
+def learned(run: Record) -> Html:
     """`Reveals` of the protocols that ran, as the signed receipts tell."""
     ran: dict[str, str] = {}
     for party in run.parties:

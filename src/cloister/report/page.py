@@ -17,7 +17,7 @@ from typing import Any
 from cloister import errors, files, workflows
 from cloister._version import __version__
 from cloister.errors import CloisterError, DiskError
-from cloister.rehearsal.run import Abort, Run, plain
+from cloister.rehearsal.record import Abort, Record, plain
 from cloister.report import sections
 from cloister.report.learned import learned, short
 from cloister.report.parts import Html, count, document, escape, facts, join, names, size, table, tag, value
@@ -51,7 +51,7 @@ CODES = {
 
 def write_report(
     path: str | Path,
-    runs: Sequence[Run],
+    runs: Sequence[Record],
     *,
     title: str = "Cloister report",
     about: str = "",
@@ -81,7 +81,7 @@ def write_report(
 
 
 def report_text(
-    runs: Sequence[Run],
+    runs: Sequence[Record],
     *,
     title: str = "Cloister report",
     about: str = "",
@@ -93,7 +93,7 @@ def report_text(
 
 
 def _page(
-    runs: list[Run], words: tuple[str, str], rows: Rows | Mapping[str, Rows] | None, baselines: Mapping[str, Rows]
+    runs: list[Record], words: tuple[str, str], rows: Rows | Mapping[str, Rows] | None, baselines: Mapping[str, Rows]
 ) -> str:
     title, about = words
     done = sum(run.abort is None for run in runs)
@@ -124,7 +124,7 @@ def _rows(caption: str, rows: Rows) -> Html:
     return table(caption, [str(c) for c in first], [[plain(x) for x in row] for row in rows[1:]])
 
 
-def _heading(run: Run) -> str:
+def _heading(run: Record) -> str:
     return _title(run.study) + (" (aborted)" if run.abort is not None else "")
 
 
@@ -134,7 +134,7 @@ def _title(study: Study) -> str:
     return f"{step}{name}{study.workflow}, {study.mode}"
 
 
-def _not_begun(runs: list[Run]) -> str:
+def _not_begun(runs: list[Record]) -> str:
     """The steps that did not come to their turn, in words."""
     study = runs[0].study if runs else None
     if study is None or any(not run.study.at or run.study.whole.digest != study.whole.digest for run in runs):
@@ -146,7 +146,7 @@ def _not_begun(runs: list[Run]) -> str:
 # ---- one run ---------------------------------------------------------------------------------------------------------
 
 
-def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Html:
+def _run(run: Record, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Html:
     study, abort = run.study, run.abort
     badge = (
         tag("span", "completed", class_="badge good") if abort is None else tag("span", "aborted", class_="badge bad")
@@ -164,7 +164,7 @@ def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Ht
         _abort_box(abort, run) if abort is not None else _missing_box(run),
         *sections.findings(run),
         *sections.figures(run),
-        *((tag("h3", "Compared"), *against) if against else ()),
+        *((tag("h3", "Compared"), *against, *_provider_box(baselines.get(study.workflow))) if against else ()),
         short(run),
         *(tag("div", tag("p", "Note: ", note, "."), class_="box warn") for note in workflows.warnings_of(study)),
         _facts(run),
@@ -188,6 +188,17 @@ def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Ht
     )
 
 
+def _provider_box(rows: Rows | None) -> list[Html]:
+    """A warning if the table of `adapt-model` says that no provider is needed."""
+    from cloister.papers.baselines.adaptation import WITHOUT, without_provider
+
+    ways = {str(row["way"]): row for row in rows or () if isinstance(row, Mapping) and "way" in row}
+    if not {"together", *WITHOUT} <= ways.keys():
+        return []
+    warning = without_provider(ways)
+    return [tag("div", tag("p", "Note: ", warning, "."), class_="box warn")] if warning else []
+
+
 def _folded(title: str, content: Html, *, unfold: bool) -> Html:
     return tag("details", tag("summary", tag("h3", title)), content, class_="part", open=unfold)
 
@@ -199,7 +210,7 @@ def _summary(study: Study) -> str:
         return f"A workflow that this version of Cloister ({__version__}) does not know."
 
 
-def _abort_box(abort: Abort, run: Run) -> Html:
+def _abort_box(abort: Abort, run: Record) -> Html:
     where = f"{abort.protocol} {abort.line}".removesuffix(" -")
     who = abort.party or "all parties"
     place = f"in the computation at {who}" if abort.protocol == "local" else f"at {where}"
@@ -222,7 +233,7 @@ def _abort_box(abort: Abort, run: Run) -> Html:
     )
 
 
-def _missing_box(run: Run) -> Html | None:
+def _missing_box(run: Record) -> Html | None:
     gone = [p for p in run.study.parties if run.status(p).startswith("aborted")]
     if not gone:
         return None
@@ -230,7 +241,7 @@ def _missing_box(run: Run) -> Html | None:
     return tag("div", tag("p", text), class_="box warn")
 
 
-def _facts(run: Run) -> Html:
+def _facts(run: Record) -> Html:
     study = run.study
     rows: list[tuple[str, object]] = [("Study", study.name), ("Mode", MODES.get(study.mode, study.mode))]
     if began := run.started:

@@ -14,13 +14,11 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cloister._version import __version__
+from cloister.rehearsal.record import Abort, Flow
 from cloister.study import Study
-
-if TYPE_CHECKING:
-    from cloister.rehearsal.run import Abort, Flow
 
 NUMBER = re.compile(r"–|-?\d[\d.,]*(e[+-]?\d+)?( ?(%|[kMGT]?B|ms|s|min))?")
 MOST_NAMES = 8

@@ -7,7 +7,7 @@ from typing import Any
 
 from cloister import governance, workflows
 from cloister.mpc.net.receipts import smallest_group
-from cloister.rehearsal.run import Run
+from cloister.rehearsal.record import Record
 from cloister.report.parts import Html, facts, join, tag
 from cloister.workflows.modes import LEAVES
 
@@ -74,7 +74,7 @@ def terms_rows(terms: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def signed(run: Run) -> Html:
+def signed(run: Record) -> Html:
     """The section of a page: what is the same for all parties, then each party's own."""
     study = run.study
     rows = [("Study digest", study.whole.digest.hex()), *governance.in_words(study.governance)]

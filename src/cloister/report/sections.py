@@ -9,7 +9,7 @@ from cloister import protocols
 from cloister.errors import CloisterError, ReceiptError
 from cloister.mpc.crypto.agreement import check_signature
 from cloister.mpc.net.receipts import Receipt
-from cloister.rehearsal.run import Abort, Run, plain
+from cloister.rehearsal.record import Abort, Record, plain
 from cloister.report.learned import sentence
 from cloister.report.parts import (
     Html,
@@ -45,7 +45,7 @@ ROLES = {
 }
 
 
-def card(run: Run, party: str) -> Html:
+def card(run: Record, party: str) -> Html:
     role = run.study.parties[party]  # type: ignore[index]
     status, receipt = run.status(party), run.receipts.get(party)
     badge = None
@@ -111,7 +111,7 @@ def _opened(party: str, rows: list[dict[str, Any]]) -> list[Html]:
     return [tag("p", tag("strong", "Opened:")), tag("ul", *parts)]
 
 
-def purposes(run: Run, *, unfold: bool) -> Html | None:
+def purposes(run: Record, *, unfold: bool) -> Html | None:
     """What the messages are for, once for all parties."""
     sent = [r for p in run.parties for r in run.rows(p) if r["kind"] == "sent"]
     listed = [(key, *_purpose(key)) for key in sorted(dict.fromkeys(map(_part, sent)), key=lambda key: key == "abort")]
@@ -141,12 +141,12 @@ def _purpose(part: str) -> tuple[str, str]:
 # ---- figures, results, messages, cost, receipts ----------------------------------------------------------------------
 
 
-def findings(run: Run) -> list[Html]:
+def findings(run: Record) -> list[Html]:
     found = run.findings
     return [tag("h3", "What was found"), tag("ul", *(tag("li", line) for line in found))] if found else []
 
 
-def figures(run: Run) -> list[Html]:
+def figures(run: Record) -> list[Html]:
     drawn = run.draw()
     if not drawn.figures and not drawn.note:
         return []
@@ -162,7 +162,7 @@ def figures(run: Run) -> list[Html]:
     return parts
 
 
-def results(run: Run) -> list[Html]:
+def results(run: Record) -> list[Html]:
     by_value: dict[tuple[str, str], list[str]] = {}
     for party in run.study.parties:
         for key, x in (run.outcomes[party].result if party in run.outcomes else {}).items():
@@ -189,7 +189,7 @@ def result(x: Any, key: str) -> Html:
     return escape(value(x, key))
 
 
-def messages(run: Run, abort: Abort | None) -> Html:
+def messages(run: Record, abort: Abort | None) -> Html:
     flows = [f for f in run.flows() if f.name != ABORT]
     if not flows and abort is None:
         return tag("p", "No message was sent.")
@@ -247,7 +247,7 @@ def _party_table(party: str, rows: list[dict[str, Any]]) -> Html:
     )
 
 
-def cost(run: Run) -> Html:
+def cost(run: Record) -> Html:
     sent = {p: float(sum(r["bytes"] for r in run.rows(p) if r["kind"] == "sent")) for p in run.receipts} | {
         p: c["bytes"] for p, c in run.cost.items() if "bytes" in c
     }
@@ -278,7 +278,7 @@ def cost(run: Run) -> Html:
     return join(parts)
 
 
-def receipts(run: Run) -> Html:
+def receipts(run: Record) -> Html:
     rows = []
     for party in run.study.parties:
         receipt = run.receipts.get(party)

@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 SHIPPED = (
     "bin-values",
     "find-outliers",
+    "quality-control",
     "choose-genes",
     "shared-pca",
     "integrate",
     "cluster-cells",
     "find-markers",
+    "shared-map",
     "compare-groups",
     "model-outcome",
     "find-programs",

@@ -53,6 +53,23 @@ def shared_pca(results: Results, options: Any) -> list[str]:
     ]
 
 
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def quality_control(results: Results, options: Any) -> list[str]:
+    found = _any(results, "cutoffs")
+    if not found:
+        return []
+    limits = [f"{name} {_number(low)} to {_number(high)}" for name, (low, high) in found["cutoffs"].items()]
+    told = [f"cells pass with {', '.join(limits)}"]
+    for party, r in _each(results, "failed"):
+        doublets = f", {r['predicted_doublets']:,} are predicted doublets" if "predicted_doublets" in r else ""
+        dropped = f"; {r['dropped']:,} are dropped" if "dropped" in r else ""
+        told.append(f"{party}: {r['failed']:,} of {found['cells'][party]:,} cells fail{doublets}{dropped}")
+    return told
+
+
 def integrate(results: Results, options: Any) -> list[str]:
     def change(x: Mapping[str, float]) -> str:
         return f"own-site neighbours {x['before']:.2f} → {x['after']:.2f}, {x['if_mixed']:.2f} if fully mixed"
@@ -208,6 +225,7 @@ def train_cellcnn(results: Results, options: Any) -> list[str]:
 
 FINDINGS: Mapping[str, Callable[[Results, Any], list[str]]] = {
     "shared-pca": shared_pca,
+    "quality-control": quality_control,
     "integrate": integrate,
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,

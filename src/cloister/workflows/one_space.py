@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
 
+def note_on_space(use_rep: str | None) -> list[str]:
+    """What a user should know about an embedding that every scanpy file has on its own."""
+    if use_rep != "X_pca":
+        return []
+    return ["X_pca is one space of all sites only if they computed it together; scanpy's is each file's own"]
+
+
 def agree_on_space(session: Session, use_rep: str | None, adata: AnnData | None = None) -> None:
     """Every party calls this first, a site with its cells; embeddings of different models end the run by name."""
     if use_rep in (None, "X"):

@@ -7,6 +7,7 @@ import difflib
 import math
 import types
 import typing
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,24 +21,43 @@ WEAKER = ("semi-honest", "published")  # of one that hardened mode does not comp
 
 
 def option(
-    default: Any = dataclasses.MISSING, help: str = "", *, opens: bool = False, modes: tuple[str, ...] = ()
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    opens: bool = False,
+    modes: tuple[str, ...] = (),
+    drawn: bool = False,
+    retired: bool = False,
 ) -> Any:
     """A field of a workflow's options, with the line that `cloister explain` prints about it.
 
     `opens`: it decides what is opened, so that a site's own floor must be met by the number that the study agreed on.
-    `modes`: the modes that have this option; every mode if empty.
+    `modes`: the modes that have this option; every mode if empty. `drawn`: it names a column of obs that only appears
+    in figures at the site, so its groups are in no sum.
+    `retired`: the next release has its default as a constant. Until then it is listed nowhere, and accepted with a
+    warning.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "opens": opens, "modes": modes})
+    what = {"help": help, "opens": opens, "modes": modes, "retired": retired, "drawn": drawn}
+    return dataclasses.field(default=default, metadata=what)
+
+
+def listed_options(kind: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
+    """The options of all modes that are not retired, in their order."""
+    return tuple(f for f in dataclasses.fields(kind) if not f.metadata.get("retired"))
 
 
 def options_in(kind: type[Any], mode: str) -> tuple[dataclasses.Field[Any], ...]:
     """The options that a mode has, in their order."""
-    return tuple(f for f in dataclasses.fields(kind) if not f.metadata.get("modes") or mode in f.metadata["modes"])
+    return tuple(f for f in listed_options(kind) if _is_in(f, mode))
+
+
+def _is_in(f: dataclasses.Field[Any], mode: str) -> bool:
+    return not f.metadata.get("modes") or mode in f.metadata["modes"]
 
 
 def check_mode_options(kind: type[Any], given: Mapping[str, Any], mode: str) -> None:
     """Raise `ParameterError` for an option that this mode does not have, unless it has its default value."""
-    here = {f.name for f in options_in(kind, mode)}
+    here = {f.name for f in dataclasses.fields(kind) if _is_in(f, mode)}
     for f in dataclasses.fields(kind):
         if f.name in given and f.name not in here and given[f.name] != f.default:
             modes = " and ".join(f.metadata["modes"])
@@ -74,10 +94,19 @@ def read_options(kind: type[Any], given: Mapping[str, Any], workflow: str) -> An
     for key, value in given.items():
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean '{close[0]}'?" if close else f"it has {', '.join(known)}"
+            hint = (
+                f"did you mean '{close[0]}'?" if close else f"it has {', '.join(f.name for f in listed_options(kind))}"
+            )
             raise ParameterError(f"'{workflow}' has no option '{key}'; {hint}")
         if not _fits(value, hints[key]):
             raise ParameterError(f"option '{key}' must be {_name(hints[key])}, found {value!r}")
+        if known[key].metadata.get("retired"):
+            usual = known[key].default
+            warnings.warn(
+                f"option '{key}' of '{workflow}' goes in the next release, which always uses {usual!r}; leave it out",
+                FutureWarning,
+                stacklevel=2,
+            )
     missing = [name for name, f in known.items() if name not in given and f.default is dataclasses.MISSING]
     if missing:
         raise ParameterError(f"'{workflow}' needs the option '{missing[0]}'")

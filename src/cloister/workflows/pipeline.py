@@ -30,6 +30,8 @@ FILE = "step:"
 
 def check_steps(study: Study) -> list[tuple[Study, Workflow, Any]]:
     """Every part of a study with its workflow and options, or the error that names the step and what is wrong in it."""
+    if study.at:
+        return check_steps(study.whole)[study.at - 1 : study.at]
     checked: list[tuple[Study, Workflow, Any]] = []
     written: dict[tuple[Party, str], str] = {}
     for part in study.parts:

@@ -10,11 +10,12 @@ from scipy import sparse
 from cloister.cells.demo import demo_sites
 from cloister.cells.files import read_cells, write_cells
 from cloister.cells.fingerprint import RowPrints
+from cloister.deploy.approval import own_cells
 from cloister.deploy.approval.differencing import AnsweredCells
 from cloister.deploy.kit import Kit
 from cloister.disclosure import Thresholds
 from cloister.errors import ParameterError, RefusedError
-from cloister.study import Study
+from cloister.study import Step, Study
 
 pytest.importorskip("nvflare")
 from cloister.deploy.provision import provision
@@ -238,3 +239,120 @@ def test_columns_of_two_studies_are_compared_only_where_both_read_them(answered,
     run(answered, cells, "a")
     run_labelled(answered, with_labels(cells, labels), "a")
     run(answered, cells, "a")
+
+
+def as_step(answered, adata, labels, name, study="study", matrix="a"):
+    """A run of two steps: the second one reads labels that the first one wrote."""
+    answered.admit(adata, matrix, None, study, LEAST)
+    adata = adata.copy()
+    adata.obs[name] = labels
+    answered.admit_step(adata, matrix, study, LEAST, [name], [name])
+
+
+def test_labels_that_a_step_made_are_compared_whatever_they_are_called(answered, cells, labels):
+    """The second study calls its clusters otherwise; one cell is on the other side of a border."""
+    as_step(answered, cells, labels, "cluster", "first")
+    as_step(answered, cells, labels, "leiden", "second")
+    as_step(answered, cells, np.char.add("c", labels.astype(str)), "leiden2")  # the same groups
+    other = labels.copy()
+    other[0] = "T"
+    with pytest.raises(
+        RefusedError, match="a group of 'kmeans' differs from one of 'cluster' of study 'first' .* by 1 c"
+    ):
+        as_step(answered, cells, other, "kmeans")
+    other[:10] = "T"
+    as_step(answered, cells, other, "kmeans")
+
+
+def test_labels_of_the_file_and_of_a_step_are_compared(answered, cells, labels):
+    run_labelled_groups(answered, with_labels(cells, labels), "a")
+    other = labels.copy()
+    other[59] = "T"
+    with pytest.raises(RefusedError, match="differs from one of 'cell_type' .* by 1 cell"):
+        as_step(answered, cells, other, "cluster")
+
+
+def run_labelled_groups(answered, adata, matrix, donor_key=None):
+    answered.admit(adata, matrix, donor_key, "study", LEAST, ["cell_type"], ["cell_type"])
+
+
+def test_a_union_of_groups_less_another_group_is_a_group(answered, cells):
+    """Other clusters are split in the second run, and the border around both moves past one cell."""
+    first = np.repeat(["1", "2", "3", "4"], [40, 40, 60, 60]).astype(object)
+    second = np.repeat(["1", "2", "3", "4"], [20, 61, 59, 60]).astype(object)
+    second[-20:] = "3"
+    as_step(answered, cells, first, "a")
+    with pytest.raises(RefusedError, match="a combination of groups of 'b' and of 1 column.* rests on about 1 cell"):
+        as_step(answered, cells, second, "b")
+    as_step(answered, cells, np.repeat(["1", "2", "3"], [20, 75, 105]).astype(object), "b")
+
+
+def test_small_labels_together_are_a_group(answered, cells):
+    """`find-markers` adds them up as "others" if they reach the thresholds together."""
+    first = np.repeat(["B", "T", "x", "y"], [90, 90, 8, 12]).astype(object)
+    first[188:194] = "z"  # y has six then
+    as_step(answered, cells, first, "a")
+    second = first.copy()
+    second[185], second[0] = "B", "z"
+    second[60:90] = "T"
+    with pytest.raises(RefusedError, match="differs from one of 'a' .* by 2 cell"):
+        as_step(answered, cells, second, "b")
+
+
+def test_a_step_that_leaves_out_a_few_cells_is_rejected(answered, cells, labels):
+    answered.admit(cells, "a", None, "study", LEAST)
+    with pytest.raises(RefusedError, match="differ from those of study 'study' .* by 3 cell"):
+        answered.admit_step(cells[3:].copy(), "a", "study", LEAST, [], [])
+    answered.admit_step(cells[10:].copy(), "a", "study", LEAST, [], [])
+    with pytest.raises(RefusedError, match="by 1 cell"):
+        answered.admit_step(cells[11:].copy(), "a", "study", LEAST, [], [])
+    renamed = cells.copy()
+    renamed.obs_names = [f"other{i}" for i in range(200)]
+    with pytest.raises(RefusedError, match="added or renamed"):
+        answered.admit_step(renamed, "a", "study", LEAST, [], [])
+
+
+def test_groups_that_differ_in_many_cells_of_two_donors_are_rejected(answered, cells, labels):
+    cells.obs["donor"] = [f"d{i // 10}" for i in range(200)]
+    run_labelled_groups(answered, with_labels(cells, labels), "a", "donor")
+    other = labels.copy()
+    other[:20] = "T"  # two donors
+    with pytest.raises(RefusedError, match="by 20 cell"):
+        as_step(answered, cells, other, "cluster")
+    other[:30] = "T"
+    as_step(answered, cells, other, "cluster")
+
+
+def test_groups_of_renamed_cells_are_compared(answered, cells, labels):
+    run_labelled_groups(answered, with_labels(cells, labels), "a")
+    cells.obs_names = [f"other{i}" for i in range(200)]
+    labels[0] = "T"
+    cells.obs["cluster"] = labels
+    with pytest.raises(RefusedError, match="a group of 'cluster' differs from one of 'cell_type' .* by 1 cell"):
+        answered.admit(cells, "b", None, "study", LEAST, ["cluster"], ["cluster"])
+
+
+def test_columns_of_records_of_earlier_versions_count_as_groups(answered, cells, labels, tmp_path):
+    run_labelled_groups(answered, with_labels(cells, labels), "a")
+    path = tmp_path / "answered.npz"
+    stored = dict(np.load(path))
+    stored["index"] = np.frombuffer(stored["index"].tobytes().replace(b', "groups": ["cell_type"]', b""), np.uint8)
+    np.savez(path, **stored)
+    labels[0] = "T"
+    with pytest.raises(RefusedError, match="by 1 cell"):
+        as_step(answered, cells, labels, "cluster")
+
+
+def test_columns_that_are_only_drawn_or_not_made_yet_are_not_compared():
+    parties = {"hub": "coordinator", "basel": "site", "lugano": "site", "vienna": "site"}
+    steps = (
+        Step("cluster-cells", options={"use_rep": "X_pca", "donor_key": "donor"}, name="clusters"),
+        Step("find-markers", options={"label_key": "cluster", "donor_key": "donor"}, name="markers"),
+    )
+    study = Study("two", "", parties, steps=steps)
+    assert {"cell_type", "cluster"} <= own_cells.columns_named(study)
+    assert {"cell_type", "cluster"}.isdisjoint(own_cells.columns_read(study))
+    last = study.parts[1]
+    assert {"cluster", "donor"} <= own_cells.columns_read(last)
+    assert "donor" not in own_cells.columns_read(last, grouped=True)
+    assert "cluster" in own_cells.columns_read(last, grouped=True)

@@ -12,10 +12,10 @@ from cloister.cli.doctor import _examine_kit
 from cloister.cli.receipt import receipt as show
 from cloister.deploy.approval.expiry import overdue
 from cloister.deploy.approval.halting import halt
-from cloister.deploy.approval.recovery import recover
+from cloister.deploy.approval.recovery import keep_late, note_begun, recover
 from cloister.deploy.kit import Kit
-from cloister.deploy.party import Ended
-from cloister.errors import DataError, ReceiptError, RefusedError
+from cloister.deploy.party import Ended, failed, lost
+from cloister.errors import DataError, DiskError, ReceiptError, RefusedError
 from cloister.mpc.net.journal import SUFFIX, Journal
 from cloister.mpc.net.receipts import Entry, Receipt
 from cloister.rehearsal.results import load_run
@@ -98,6 +98,50 @@ def test_a_run_that_was_killed_before_its_first_message_is_told_too(basel):
     recover(basel, "5" * 32)
     assert [told] == list((basel.path / "results").glob("*-55555555/outcome.json"))
     assert told.read_bytes() == before
+
+
+@pytest.mark.parametrize("when", ["before its folder", "between two steps", "in a step", "after its end"])
+def test_a_service_that_was_killed_writes_the_outcome_at_its_next_start(basel, when):
+    run = "3f2a9c1e" + 24 * "0"
+    folder = basel.path / "results" / RUN
+    note_begun(basel, run)
+    if when == "between two steps":
+        (folder / "01-one").mkdir(parents=True)
+    elif when == "in a step":
+        left_by_kill(basel)
+    elif when == "after its end":
+        folder.mkdir(parents=True)
+        Ended(run, "basel", "done", str(folder)).keep()
+    recover(basel)
+    (file,) = (basel.path / "results").glob("*-3f2a9c1e/outcome.json")
+    ended = Ended.load(file)
+    if when == "after its end":
+        assert ended.status == "done"
+    else:
+        assert ended.status == "aborted"
+        assert (ended.error["reason"], ended.error["origin"]) == ("lost", "basel")
+    assert not any((basel.path / "runs").iterdir())
+    recover(basel)
+    assert [*(basel.path / "results").glob("*/outcome.json")] == [file]
+
+
+def test_what_a_full_disk_did_not_take_is_written_with_the_next_run(basel, monkeypatch):
+    run = "3f2a9c1e" + 24 * "0"
+    note_begun(basel, run)
+    folder = basel.path / "results" / RUN
+    unsaved = {run: failed(basel, run, DiskError("no space left"), folder), "other": lost("basel", "other", "why")}
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Ended, "save", full)
+        keep_late(basel, unsaved)
+    assert [*unsaved] == [run]
+    keep_late(basel, unsaved)
+    assert unsaved == {}
+    assert Ended.load(folder / "outcome.json").error["reason"] == "disk"
+    assert not any((basel.path / "runs").iterdir())
 
 
 def test_a_journal_that_was_altered_is_left_for_people_to_see(basel):

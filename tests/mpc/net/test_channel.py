@@ -271,6 +271,73 @@ def test_two_that_would_both_go_on_without_the_missing_do_not_wait_for_each_othe
         assert e.code == "too-few"
 
 
+def test_messages_that_arrive_keep_a_wait_for_another_party_open():
+    """Two exchange much with each other, and say that they wait; a third one is not the only one who counts."""
+    frames = [(A, control("pulse", WAITING)), (B, control("pulse", WAITING, B))]
+    with seated(timeout=0.5) as (endpoint, box, _), feeding(box, 0.05, *frames):
+        for i in range(20):
+            threading.Timer(0.1 * i, box.put, (B, ping(i, sender=B, scope="2"))).start()
+        threading.Timer(2.0, box.put, (A, ping())).start()
+        np.testing.assert_array_equal(received(endpoint)[0], [1, 2, 3])
+
+
+def test_pieces_of_a_large_message_are_no_silence():
+    with seated(timeout=0.5) as (endpoint, box, _):
+        for i in range(20):
+            threading.Timer(0.1 * i, box.hold, (A, 100)).start()
+        threading.Timer(2.0, box.put, (A, ping())).start()
+        np.testing.assert_array_equal(received(endpoint)[0], [1, 2, 3])
+
+
+@pytest.mark.parametrize("cause", ["messages", "pieces", "processor"])
+def test_a_party_that_waits_and_is_at_work_says_so(cause):
+    """Without this, a coordinator gave up all sites of a long exchange: "0 sites are left"."""
+    with seated(timeout=8.0) as (endpoint, box, tape):
+        ended = threading.Event()
+
+        def work():
+            i = 0
+            while not ended.wait(0.0 if cause == "processor" else 0.1):
+                if cause == "messages":
+                    box.put(B, ping(i, sender=B, scope="2"))
+                elif cause == "pieces":
+                    box.hold(B, 1)
+                i += 1
+
+        def states():
+            return [f.body for to, f in tape.of("pulse") if to == C]
+
+        async def role():
+            await get(Channel(endpoint, "1", RUN))
+
+        thread = threading.Thread(target=endpoint.drive, args=(role(),))
+        thread.start()
+        until(lambda: WAITING in states())
+        worker = threading.Thread(target=work)
+        worker.start()
+        tape.frames.clear()
+        until(lambda: COMPUTING in states())
+        ended.set()
+        worker.join()
+        box.put(A, ping())
+        thread.join()
+
+
+def test_a_wait_that_ends_names_the_limit_and_its_option():
+    with seated(timeout=0.5) as (endpoint, box, _):
+        e, _ = lost_after(endpoint)
+        assert "nothing from 'a' for 0.5 s ('timeout' of the study)" in str(e)
+    with seated(timeout=0.5) as (endpoint, box, _), feeding(box, 0.05, (A, control("pulse", WAITING))):
+        e, _ = lost_after(endpoint)
+        assert "for 0.5 s, in which no party was computing ('timeout' of the study)" in str(e)
+    with (
+        seated(timeout=0.5, patience=1.5) as (endpoint, box, _),
+        feeding(box, 0.05, (A, control("pulse", COMPUTING))),
+    ):
+        e, _ = lost_after(endpoint)
+        assert "for 1.5 s ('patience' of the study)" in str(e)
+
+
 # ---- farewells, aborts and the missing -------------------------------------------------------------------------------
 
 

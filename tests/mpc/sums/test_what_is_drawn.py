@@ -398,7 +398,7 @@ def grown(**options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counted_forest.Grown, "ends", ends)
         scaling = pooled_scaling.scaling_of(X)
-        made = counted_forest.grow_plainly(params, scaling, [X[:170], X[170:]], bytes(range(32)), rng, tally=watched)
+        made = counted_forest.grow_plainly(params, scaling, [X[:170], X[170:]], bytes(range(32)), rng, totals=watched)
     return params, made, watched.opened, held
 
 

@@ -2,15 +2,18 @@
 
 import dataclasses
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.sparse
+from anndata import AnnData
 
+from cloister.deploy.approval.differencing import AnsweredCells
 from cloister.disclosure import Contribution, Thresholds
-from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.sums import checked_sum
 from cloister.rehearsal.rehearsal import Fault
@@ -270,8 +273,11 @@ def test_a_coordinator_that_sends_other_clusters_ends_the_run(monkeypatch, chang
     assert not set(values(run)) & set(SITES)
 
 
-def test_a_coordinator_can_move_a_border_past_one_cell():
-    """Open: of partitions that a site accepts, two differ by one of its cells, and its markers in both by that cell."""
+def test_a_border_that_moves_past_one_cell_between_two_runs_is_rejected(tmp_path):
+    """Of partitions that a site accepts, two differ by one of its cells, and its markers in both by that cell.
+
+    A coordinator can choose them. So the site compares the groups before it answers with the second ones.
+    """
     c = clusters(case(seed=3, sizes=(300, 300, 300)), resolution=0.1)
     found = common_clusters.ideal(c.params, plain_inputs(c))[HUB]
     graph, x = common_clusters.graph_of(c.params, found.points), c.inputs[C][0].x
@@ -296,6 +302,15 @@ def test_a_coordinator_can_move_a_border_past_one_cell():
         log.append(part.values[4 + 24 : 4 + 48].reshape(4, 6)[1])
     cell = counts[moved[step][0]].toarray()[0]
     np.testing.assert_allclose(log[1] - log[0], np.log1p(1e4 * cell / cell.sum()), atol=0.26)
+
+    answered, site = AnsweredCells(tmp_path), AnnData(counts, obs={"site": "c"})
+    for run, codes in enumerate(own[step : step + 2]):  # the steps of two studies, which name their clusters otherwise
+        answered.admit(site, "cells", None, f"study {run}", Thresholds())
+        site.obs[name := f"clusters {run}"] = codes.astype(str)
+        with (
+            pytest.raises(RefusedError, match="differs from one of 'clusters 0' .* by 1 cell") if run else nullcontext()
+        ):
+            answered.admit_step(site, "cells", f"study {run}", Thresholds(), [name], [name])
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.0, -1000.0, 1e9])

@@ -180,6 +180,47 @@ def test_a_gene_that_few_cells_of_a_label_express_is_zero_there_and_has_no_compl
     assert n.tolist() == [40, 40, 40, 0]
 
 
+def test_an_entry_that_one_cell_dominates_is_zero():
+    """Attack: twelve cells of a label express a gene, one of them far more; Σ l² is nearly its square."""
+    c = case(sizes=(60, 90, 300), kind="log")
+    u = c.params.sites[2]
+    rng, mine = np.random.default_rng(0), c.inputs[u][0]
+    x = np.abs(rng.normal(1, 0.2, mine.cells.x.shape))
+    of_label = [i for i, name in enumerate(mine.labels) if name == "T"]
+    x[:, 5] = 0
+    x[of_label[:12], 5] = 0.4
+    x[of_label[0], 5] = 8.0
+    mine = dataclasses.replace(mine, cells=dataclasses.replace(mine.cells, x=scipy.sparse.csr_matrix(x)))
+    sums, _ = pooled_markers.sums_of(c.params, mine, mine.cells.names, KINDS)
+    assert abs(sums.square[2, 5] ** 0.5 - 8) < 0.2  # the old step opened this
+    part, _, m, log, square = parts_of(c, mine)
+    assert not any(table[:, 5].any() for table in (m, log, square))  # no complement: "others" is zero too
+    assert all((table[:3, 6] > 0).all() for table in (m, log, square))
+    assert part.withheld > 0
+
+
+def test_an_entry_that_one_donor_dominates_is_zero():
+    rng, donor = np.random.default_rng(0), np.repeat(np.arange(4), 60)
+    x = rng.poisson(2.0, (240, 20)).astype(float) + 1
+    x[:, 3] = 1
+    x[donor == 0, 3] = 400
+    names = tuple(f"G{i:02d}" for i in range(20))
+    mine = Cells(gene_moments.Cells(names, scipy.sparse.csr_matrix(x), np.full(240, 1000.0), donor), KINDS * 80)
+    _, n, m, log, square = parts_of(case(donors=4), mine)
+    assert n[:3].tolist() == [80, 80, 80]
+    assert not any(table[:, 3].any() for table in (m, log, square))
+    assert all((table[:3, 4] > 0).all() for table in (m, log, square))
+
+
+def test_of_a_donor_with_most_cells_of_a_label_those_that_are_too_many_are_left_out():
+    rng, donor = np.random.default_rng(0), np.repeat([0, 1, 2], (240, 30, 30))
+    x = scipy.sparse.csr_matrix(rng.poisson(2.0, (300, 20)).astype(float) + 1)
+    names = tuple(f"G{i:02d}" for i in range(20))
+    mine = Cells(gene_moments.Cells(names, x, None, donor), KINDS * 100)
+    _, n, *_ = parts_of(case(donors=3), mine)
+    assert n.tolist() == [40, 40, 40, 0]  # 10 + 10 of the others, and as many of the first
+
+
 def test_small_entries_of_several_labels_are_one_group():
     c = case()
     mine = c.inputs[C][0]

@@ -87,7 +87,7 @@ def test_ideal_what_is_opened_is_what_the_sites_rows_give(options, monkeypatch):
 
     one = found[SITES[0]]
     rng = np.random.default_rng(0)
-    outline, geometry = counted_forest.grow_plainly(c.params, one.scaling, parts_of(c), one.secret, rng, tally=Again())
+    outline, geometry = counted_forest.grow_plainly(c.params, one.scaling, parts_of(c), one.secret, rng, totals=Again())
     wanted = counted_forest.finish(c.params, geometry.steps, outline.depth, 120)
     for u, got in found.items():
         same_forest(got.forests, wanted)

@@ -162,7 +162,8 @@ def test_a_site_that_dies_is_left_out(nth):
     if nth == 0:  # genes were agreed with the dead site too; moments and covariance are the survivors'
         common = set(found.common)
         at = {u: [i for i, g in enumerate(x.names) if g in common] for u, x in rest.items()}
-        keep = {u: Cells(tuple(x.names[i] for i in at[u]), x.x[:, at[u]]) for u, x in rest.items()}
+        library = {u: np.asarray(x.x.sum(axis=1)).ravel() for u, x in rest.items()}
+        keep = {u: Cells(tuple(x.names[i] for i in at[u]), x.x[:, at[u]], library[u]) for u, x in rest.items()}
         same_space(found, shared_pca.ideal(c.params, keep)[HUB])
 
 

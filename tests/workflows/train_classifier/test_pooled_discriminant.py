@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.sparse
+import scipy.special
 from tests.old_steps import label_sums, logistic_path
 
 from cloister.disclosure import Contribution, Thresholds, effective_sizes
@@ -162,10 +163,10 @@ def test_every_party_has_the_same_model_and_the_receipt_has_the_smallest_groups(
     check_no_errors(run)
     models = list(values(run).values())
     assert all(np.array_equal(m.coefficients, models[0].coefficients) for m in models)
-    assert models[0].openings == 3
+    assert models[0].openings == 5
     for u in run.agreement.sites:
         lines = {e.line: e.name for e, _ in run.receipts[u].entries if e.kind == "contributed"}
-        assert set(lines) == {"L4", "L5", "L6"}
+        assert set(lines) == {"L4", "L5", "L6", "L7"}
         for text in lines.values():
             assert int(text.split("cells ")[-1].split()[0]) >= 10
 
@@ -188,7 +189,7 @@ class Recorder:
 
     def __init__(self, monkeypatch):
         self.parts, self.called = {}, {}
-        for line, name in (("L4", "first"), ("L5", "second"), ("L6", "third")):
+        for line, name in (("L4", "first"), ("L5", "second"), ("L6", "residuals"), ("L7", "third")):
             monkeypatch.setattr(Part, name, self.wrapped(line, getattr(Part, name)))
 
     def wrapped(self, line, step):
@@ -275,7 +276,7 @@ def test_too_few_labelled_cells_add_nothing(monkeypatch):
     record = Recorder(monkeypatch)
     run = run_protocol(pooled_discriminant, c)
     check_no_errors(run)
-    for line in ("L4", "L5", "L6"):
+    for line in ("L4", "L5", "L6", "L7"):
         assert not record.parts[len(mine.labels), line][1].values.any()
 
 
@@ -289,7 +290,8 @@ def test_second_moments_are_those_of_rounded_sums_of_groups(monkeypatch):
     h = len(values(run)[HUB].genes)
     between = pooled_discriminant.square(second.values, h)
     sums = part.whole.means * part.whole.cells[:, None]
-    np.testing.assert_allclose(sums, np.rint(sums / 4) * 4, atol=1e-9)
+    steps = sums / part.scale / 4
+    np.testing.assert_allclose(steps, np.rint(steps), atol=1e-9)
     plain = (sums.T / part.whole.cells) @ sums
     off = ~np.eye(h, dtype=bool)
     np.testing.assert_allclose(between[off], plain[off])
@@ -310,13 +312,15 @@ def at_of(part, genes):
 
 
 def test_right_answers_depend_on_groups_alone(monkeypatch):
-    """L6 reads no cell: without the cells the numbers are the same."""
+    """L6 and L7 read no cell: without the cells the numbers are the same."""
     record = Recorder(monkeypatch)
     check_no_errors(run_protocol(pooled_discriminant, case(seed=8)))
-    (part, before), third = record.parts[90, "L6"], Part.third
-    _, terms, total = record.called[90, "L6"]
+    (part, before), third = record.parts[90, "L7"], Part.third
+    _, terms, course = record.called[90, "L7"]
     part.mine = dataclasses.replace(part.mine, x=None)
-    assert np.array_equal(third(part, terms, total).values, before.values)
+    assert np.array_equal(third(part, terms, course).values, before.values)
+    last = dataclasses.replace(course, points=course.points[:-1])  # where the last residuals were taken
+    assert np.array_equal(Part.residuals(part, terms, last).values, record.parts[90, "L6"][1].values)
     n = len(SETTINGS)
     assert (before.values[1 : 1 + n] <= before.values[0]).all()
     assert before.values[0] > 0
@@ -344,7 +348,7 @@ def test_expected_right_answers_are_about_those_of_the_cells():
     means = held[order].mean(axis=1)
     within = np.square(held[order] - means[:, None]).mean(axis=(0, 1))
     groups = pooled_discriminant.Grouped(at[order[:, 0]], np.full(len(order), 10), means, within)
-    answers = pooled_discriminant.score(fit, SETTINGS, groups, spread=1e-9, aligned=False)
+    answers = pooled_discriminant.score(fit, SETTINGS, groups, [], spread=1e-9, aligned=False)
     z = discriminant.Solver(fit, 1e-9).fit(SETTINGS[2]).scores(held)
     assert abs(answers.right[2] / answers.cells - np.mean(z.argmax(axis=1) == at)) < 0.06
     assert np.all(np.diff(answers.below) >= 0)
@@ -396,7 +400,7 @@ def malicious(factor, moved):
     async def role(ch, params, mine, *, entropy, identity):
         mine = mine.open_labels(params.base.min_cells)
         start = await begin_site(ch, params.base, mine, entropy=entropy, identity=identity)
-        openings = Openings(ch, pooled_discriminant.NAME, params.base, 3, entropy, identity, start.seed)
+        openings = Openings(ch, pooled_discriminant.NAME, params.base, params.openings, entropy, identity, start.seed)
         return await pooled_discriminant.follow(openings, params, start, kind(params, start, mine))
 
     return role
@@ -428,31 +432,43 @@ def test_f3_no_party_chooses_what_the_others_add(monkeypatch):
     assert reached > 2  # also with a malicious site
 
 
-def test_open_a_list_of_rare_genes_makes_the_steps_of_4_too_fine():
-    """Attack: one site names 300 rare genes as all that it measured, so others normalise cells to these few counts.
-
-    A cell that has such a gene then has a log value of about 6 instead of 2, and sums of a label of ten cells in
-    multiples of 4 tell how many of its cells have the gene. Nothing prevents it but the least number of common genes.
-    """
-    rng, n, g = np.random.default_rng(0), 300, 1200
+def rare_cells(g=1200):
+    """Ten cells of a small label beside 290 others; 300 genes are rare."""
+    rng, n = np.random.default_rng(0), 300
     rate = rng.gamma(0.5, 1.0, g) * 3
     rate[:300] = rng.uniform(0.02, 0.08, 300)
     x = rng.poisson(rate * rng.uniform(0.5, 2, (n, 1))).astype(float)
-    names = tuple(f"G{i:04d}" for i in range(g))
-    labels = tuple("rare" if i < 10 else "large" for i in range(n))
+    return x, tuple(f"G{i:04d}" for i in range(g)), tuple("rare" if i < 10 else "large" for i in range(n))
+
+
+def counted_cells(part, x, common):
+    """The sums of rare genes at L4, and how often these tell whether 1, 2, or 3 or more of the ten cells have one."""
+    sums = part.first().values[2 : 2 + 2 * len(common)].reshape(2, -1)[1, :300]
+    cells = (x[:10, :300] > 0).sum(axis=0)
+    among = part.shown[:300] & (cells > 0)
+    assert set(np.unique(sums % 4)) == {0.0}
+    return sums, np.mean((np.searchsorted([2, 10, 18], sums) == np.minimum(cells, 3))[among])
+
+
+def test_a_list_of_rare_genes_changes_no_value_of_another_site():
+    """Attack: one site names 300 rare genes as all that it measured, so that others normalise cells over these.
+
+    A cell that has such a gene then had a log value of about 6 instead of 2, and sums of a label of ten cells in
+    multiples of 4 told how many of its cells have the gene, for more than 95 % of genes. Cells are now normalised over
+    all genes of their own site, so the sums of these genes are the same whatever another site names.
+    """
+    x, names, labels = rare_cells()
     base = logistic_terms.Params((Party("a"), Party("b")), HUB, n_top_genes=30, penalties=(1.0,))
-    mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(n, bool)).open_labels(base.min_cells)
-    cells, right = (x[:10, :300] > 0).sum(axis=0), {}
+    mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(len(x), bool)).open_labels(base.min_cells)
+    found = {}
     for what, common in (("all", names), ("chosen", names[:300])):
         part = Part(Params(base), Start(common, ("large", "rare"), 0), mine)
-        values = part.first().values
-        sums = values[2 : 2 + 2 * len(common)].reshape(2, -1)[1, :300]
-        among = part.shown[:300] & (cells > 0)
-        guess = np.searchsorted([2, 10, 18], sums)
-        right[what] = np.mean((guess == np.minimum(cells, 3))[among])
-        assert set(np.unique(sums % 4)) == {0.0}
-    assert right["all"] < 0.7
-    assert right["chosen"] > 0.95
+        found[what], right = counted_cells(part, x, common)
+        assert right < 0.7
+    np.testing.assert_array_equal(found["all"], found["chosen"])
+    over_these = dataclasses.replace(mine, names=names[:300], x=scipy.sparse.csr_matrix(x[:, :300]))
+    before = Part(Params(base), Start(names[:300], ("large", "rare"), 0), over_these)  # normalised as it was
+    assert counted_cells(before, x, names[:300])[1] > 0.95
 
 
 def steer(minimise, memory, rows, mean, targets):
@@ -657,15 +673,21 @@ def steered(target_value=5.0, expressing=1, n=60, farthest=0.0):
 
 def test_a_gene_that_few_cells_express_is_not_scored():
     """A site claims all variance of a gene, so that scores show the one cell of another site that expresses it."""
-    seen = []
+    seen, seen_at_l6 = [], []
     for value in (4.0, 4.3):
         part, terms, statistics = steered(value)
         at = list(terms.at).index(0)
-        old = pooled_discriminant.values_of(part, terms).toarray()
+        old = part.columns(terms.at).toarray().astype(np.float64)
         assert old[:, at].max() == pytest.approx(value)  # what L6 scored, without the threshold
         assert not part.whole.means[:, at].any()
-        seen.append(tuple(part.third(terms, statistics).values))
+        course = pooled_discriminant.Course.of(part.params, statistics)
+        for _ in range(part.params.refined):
+            residuals = part.residuals(terms, course)
+            seen_at_l6.append(tuple(residuals.values))
+            course.take(residuals.map(pooled_discriminant.words_for(part.params)).values.view(np.int64))
+        seen.append(tuple(part.third(terms, course).values))
     assert seen[0] == seen[1]
+    assert seen_at_l6[:2] == seen_at_l6[2:]
 
 
 def test_a_gene_that_one_of_many_cells_dominates_is_left_out():
@@ -707,7 +729,9 @@ def test_a_cell_far_from_all_others_is_not_the_first_axis_of_an_embedding(monkey
         ("L4", "first", lambda v: v * -1.0),
         ("L4", "first", lambda v: np.concatenate([v[:3] * 0 + 1, v[3:] * 1e3])),
         ("L5", "second", lambda v: v * 3.0),
-        ("L6", "third", lambda v: np.concatenate([v[:1] * 0, v[1:] + 100_000])),
+        ("L6", "residuals", lambda v: v + 1e6),
+        ("L6", "residuals", lambda v: v + 10 * np.resize([1.0, -1.0], len(v)) * np.abs(v).max()),
+        ("L7", "third", lambda v: np.concatenate([v[:1] * 0, v[1:] + 100_000])),
     ],
 )
 def test_sums_of_no_cells_end_the_run(line, step, change, monkeypatch):
@@ -805,11 +829,41 @@ def test_the_level_lets_a_fraction_of_right_answers_fall_below():
     below = np.zeros(len(GRID), np.int64)
     below[30:] = 50  # 5 %
     below[40:] = 500
-    counts = np.concatenate([[1000], np.full(n, 900), [1000], below])
-    at, level, shares = pooled_discriminant.choose(params, counts)
-    assert (at, level) == (0, GRID[39])
-    assert shares[0] == (SETTINGS[0].name, 0.9)
-    assert pooled_discriminant.choose(params, counts * 0) == (0, GRID[0], ())
+    counts = np.concatenate([[1000], np.full(n, 900), [1000], below, [500], np.full(n, 450), [455, 480]])
+    choice = pooled_discriminant.choose(params, counts)
+    assert (choice.setting, choice.level) == (0, GRID[39])
+    assert choice.shares[0] == (SETTINGS[0].name, 0.9)
+    assert choice.shares[-1] == (f"{SETTINGS[0].name}, 2 logistic steps", 0.96)
+    assert choice.own == n + 1  # two steps: more than a standard error above all others
+    counts[-1] = 452
+    assert pooled_discriminant.choose(params, counts).own == 0
+    counts[: 1 + n] = 0  # one site has all the labels
+    assert pooled_discriminant.choose(params, counts).shares[0] == (SETTINGS[0].name, 0.9)
+    assert pooled_discriminant.choose(params, counts * 0) == pooled_discriminant.Choice(0, 0, GRID[0], ())
+
+
+def test_a_logistic_step_is_that_of_the_cells_where_groups_hold_one_cell_each():
+    """Against Newton's method with the bound of its curvature, written out over cells."""
+    rng = np.random.default_rng(0)
+    x, codes = rng.normal(0, 1, (300, 6)) + 1.0, rng.integers(0, 3, 300)
+    x[:, :3] += np.eye(3)[codes]
+    statistics = discriminant.Statistics.of(x, codes, 3)
+    solver = discriminant.Solver(statistics, 0.05)
+    linear = solver.fit(SETTINGS[0])
+    residual = discriminant.residuals(linear, x, codes, np.ones(300, np.int64), np.zeros(6))
+    found = solver.step(linear, residual, 300.0)
+    z = (x - x.mean(axis=0)) / np.sqrt(x.var(axis=0) + 0.05)
+    p = scipy.special.softmax(linear.scores(x), axis=1)
+    weights = linear.coefficients * np.sqrt(x.var(axis=0) + 0.05)[:, None]
+    gradient = z.T @ (np.eye(3)[codes] - p) / 300 - discriminant.DECAY * weights
+    curvature = discriminant.CURVATURE * z.T @ z / 300 + discriminant.DECAY * np.eye(6)
+    right = weights + np.linalg.solve(curvature, gradient)
+    np.testing.assert_allclose(found.coefficients * np.sqrt(x.var(axis=0) + 0.05)[:, None], right, atol=1e-9)
+
+    def loss(linear):
+        return -np.log(scipy.special.softmax(linear.scores(x), axis=1)[np.arange(300), codes]).mean()
+
+    assert loss(found) < loss(linear)
 
 
 def test_of_settings_that_score_alike_the_first_is_taken():

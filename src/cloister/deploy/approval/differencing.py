@@ -14,6 +14,13 @@ Labels count too. If a group of cells with the same label has at least `min_cell
 by fewer, whether cells were added, removed or relabelled; nor may fewer cells have changed in any column of obs that
 both studies read.
 
+Groups are compared whatever their columns are called: the sums of a type in one study and of a cluster in another
+disclose the cells in which the two differ. So every group of cells that a run may have summed apart counts, and so do
+the cells of all small labels together. No two groups may differ by 1 to `min_cells` - 1 cells or by cells of too few
+donors. No combination of groups may rest on fewer cells, such as the union of two clusters less one of another run.
+Columns are admitted when a step is about to read them (`admit_step`), so labels of an earlier step of the same run are
+compared as well. Another party can move the borders of clusters, and so choose groups; see docs/security/disclosure.md.
+
 Every row has three fingerprints: of its name, of its values, and of the names of the genes that are not zero. The last
 one is the same after another normalisation and in another order of genes; it is used where it tells most rows apart.
 So renaming cells does not hide that they are the same, nor does scaling them, nor both. Fingerprints are 64 bits of a
@@ -21,14 +28,15 @@ keyed hash; the key is drawn at this site and stays in its folder, beside the fi
 budget share this too; kits that do not are not compared:
 
     answered.key    (0600) 32 random bytes
-    answered.npz    (0600) for each set of cells: fingerprints of names, values, genes, donors and columns; the study
+    answered.npz    (0600) for each set of cells: fingerprints of names, values, genes, donors and columns; the study;
+                    which of the columns may have been summed by group
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,6 +69,7 @@ class Answered:
     study: str
     when: str
     rows: RowPrints
+    groups: frozenset[str] = frozenset()  # columns whose groups of cells may have been summed apart
 
 
 @dataclass(frozen=True)
@@ -70,11 +79,17 @@ class AnsweredCells:
     folder: Path
 
     def check(
-        self, adata: AnnData, matrix: str, donor_key: str | None, least: Thresholds, columns: Iterable[str] = ()
+        self,
+        adata: AnnData,
+        matrix: str,
+        donor_key: str | None,
+        least: Thresholds,
+        columns: Iterable[str] = (),
+        groups: Iterable[str] = (),
     ) -> None:
         """Raise `Refusal` if a run on these cells would disclose a few of them, together with earlier runs."""
         if earlier := self._load():
-            check_new(earlier, self._rows(earlier, adata, matrix, donor_key, columns), least)
+            check_new(earlier, self._rows(earlier, adata, matrix, donor_key, [*columns, *groups]), least, groups)
 
     def admit(
         self,
@@ -84,18 +99,58 @@ class AnsweredCells:
         study: str,
         least: Thresholds | None = None,
         columns: Iterable[str] = (),
+        groups: Iterable[str] = (),
     ) -> None:
         """Check and store, in one step, that a run on these cells is about to be answered; without `least`, store it.
 
-        Two runs that begin at the same time are compared as well. `columns` are those of obs that the study reads.
+        Two runs that begin at the same time are compared as well. `columns` are those of obs that the study reads,
+        `groups` those by whose values it may sum cells.
         """
         with self._locked():
             earlier = self._load()
-            rows = self._rows(earlier, adata, matrix, donor_key, columns)
-            if least is not None:
-                check_new(earlier, rows, least)
-            if not any(a.matrix == matrix and _covers(a.rows.columns, rows.columns) for a in earlier):
-                self._save([*earlier, Answered(matrix, study, stamp_now(), rows)])
+            rows = self._rows(earlier, adata, matrix, donor_key, [*columns, *groups])
+            self._add(earlier, matrix, study, rows, least, groups)
+
+    def admit_step(
+        self,
+        adata: AnnData,
+        matrix: str,
+        study: str,
+        least: Thresholds | None,
+        columns: Iterable[str],
+        groups: Iterable[str],
+    ) -> None:
+        """The same for a later step of a run on admitted cells, with columns that an earlier step may have written.
+
+        `matrix` are the cells that were admitted when the run began; a step may have dropped some of them.
+        """
+        with self._locked():
+            earlier = self._load()
+            known = next((a.rows for a in earlier if a.matrix == matrix), None)
+            if known is None:
+                raise ParameterError(f"{self.folder / FILE} lacks the cells of this run; restore it from a backup")
+            prints = RowPrints.of_columns(adata, self._key(), [*columns, *groups])
+            at = known.positions(adata.obs_names, self._key())
+            if at is None:
+                raise Refusal("an earlier step added or renamed cells, so they cannot be compared with earlier runs")
+            if len(at) != len(known.name):
+                matrix = f"{matrix} without {len(known.name) - len(at)} cell(s)"
+            self._add(earlier, matrix, study, replace(known.only(at), columns=prints), least, groups)
+
+    def _add(
+        self,
+        earlier: list[Answered],
+        matrix: str,
+        study: str,
+        rows: RowPrints,
+        least: Thresholds | None,
+        groups: Iterable[str],
+    ) -> None:
+        by = frozenset(groups) & rows.columns.keys()
+        if least is not None:
+            check_new(earlier, rows, least, by)
+        if not any(a.matrix == matrix and a.groups >= by and _covers(a.rows, rows) for a in earlier):
+            self._save([*earlier, Answered(matrix, study, stamp_now(), rows, by)])
 
     def _rows(
         self, earlier: list[Answered], adata: AnnData, matrix: str, donor_key: str | None, columns: Iterable[str]
@@ -135,7 +190,7 @@ class AnsweredCells:
                         stored[f"donor{i}"] if row["donors"] else None,
                         stored[f"pattern{i}"] if row.get("patterns") else None,
                         {name: stored[f"column{i}.{k}"] for k, name in enumerate(row.get("columns", ()))},
-                    ))
+                    ), frozenset(row.get("groups", row.get("columns", ()))))
                     for i, row in enumerate(index)
                 ]  # fmt: skip
         except FileNotFoundError:
@@ -149,7 +204,7 @@ class AnsweredCells:
         index = [
             {"matrix": a.matrix, "study": a.study, "when": a.when}
             | {"donors": a.rows.donor is not None, "patterns": a.rows.pattern is not None}
-            | {"columns": [*a.rows.columns]}
+            | {"columns": [*a.rows.columns], "groups": sorted(a.groups)}
             for a in sets
         ]
         columns: dict[str, Any] = {"index": np.frombuffer(json.dumps(index).encode(), np.uint8)}
@@ -169,8 +224,11 @@ class AnsweredCells:
             raise ParameterError(f"{path} cannot be written ({e.strerror}), so no run can start") from None
 
 
-def check_new(earlier: list[Answered], new: RowPrints, least: Thresholds) -> None:
-    """Raise `Refusal` if answers over the earlier sets and the new one disclose rows below the thresholds."""
+def check_new(earlier: list[Answered], new: RowPrints, least: Thresholds, groups: Iterable[str] = ()) -> None:
+    """Raise `Refusal` if answers over the earlier sets and the new one disclose rows below the thresholds.
+
+    `groups` are the columns of the new rows by whose values cells may be summed.
+    """
     for kind in ("name", "value", "pattern"):
         if not _tells_apart(new, kind):
             continue
@@ -181,10 +239,16 @@ def check_new(earlier: list[Answered], new: RowPrints, least: Thresholds) -> Non
     for one in earlier:
         for name in one.rows.columns.keys() & new.columns.keys():
             _check_column(one, new, name, least)
+    if by := sorted(frozenset(groups) & new.columns.keys()):
+        for kind in ("name", "value", "pattern"):
+            if _tells_apart(new, kind):
+                known = [one for one in earlier if one.groups and _tells_apart(one.rows, kind)]
+                _check_groups(known, new, by, kind, least)
 
 
-def _covers(stored: Mapping[str, U64], new: Mapping[str, U64]) -> bool:
-    return all(name in stored and np.array_equal(stored[name], prints) for name, prints in new.items())
+def _covers(stored: RowPrints, new: RowPrints) -> bool:
+    pairs = [(stored.columns.get(name), prints) for name, prints in new.columns.items()]
+    return np.array_equal(stored.name, new.name) and all(a is not None and np.array_equal(a, b) for a, b in pairs)
 
 
 def _check_column(one: Answered, new: RowPrints, name: str, least: Thresholds) -> None:
@@ -203,6 +267,98 @@ def _check_column(one: Answered, new: RowPrints, name: str, least: Thresholds) -
         added = here_now & ~np.isin(now, then[here_then])
         rows = int(gone.sum() + added.sum())
         _check_few(one, new, (gone, added), f"one group of '{name}' differs by {rows} cell(s)", rows, least)
+
+
+@dataclass(frozen=True)
+class _Grouping:
+    """The groups of one column, over the cells of all runs."""
+
+    what: str  # in words
+    codes: I64  # (n,), -1 for cells in no group
+
+
+def _check_groups(earlier: list[Answered], new: RowPrints, by: list[str], kind: str, least: Thresholds) -> None:
+    """Reject the run if one of its groups, with groups of any columns and runs, discloses too few cells or donors."""
+    everyone = np.unique(np.concatenate([_numbered(rows, kind) for rows in (*(one.rows for one in earlier), new)]))
+    told, labels = list[_Grouping](), list[_Grouping]()
+    for one in earlier:
+        for name in sorted(one.groups):
+            what = f"'{name}' of study '{one.study}' ({one.when[:10]})"
+            told.append(_Grouping(what, _codes(everyone, one.rows, name, kind, least)))
+    for name in by:
+        labels.append(_Grouping(f"'{name}'", _codes(everyone, new, name, kind, least)))
+    told = _different(told)
+    labels = [g for g in _different(labels) if not any(np.array_equal(g.codes, old.codes) for old in told)]
+    if not labels:
+        return
+    codes = np.stack([g.codes for g in (*told, *labels)], axis=1)
+    atoms, at, sizes = np.unique(codes, axis=0, return_inverse=True, return_counts=True)
+    member = [atoms[:, [k]] == np.arange(int(atoms[:, k].max(initial=-1)) + 1) for k in range(atoms.shape[1])]
+    donor = _donor_of(everyone, [one.rows for one in earlier] + [new], kind)
+    there = None
+    if donor is not None:
+        whose = np.unique(donor, return_inverse=True)[1]
+        there = np.zeros((len(atoms), int(whose.max()) + 1), bool)
+        there[at.ravel(), whose] = True
+    for k, mine in enumerate(labels, len(told)):
+        for j, other in enumerate((*told, *labels)[:k]):
+            _check_two(mine.what, member[k], other.what, member[j], sizes, there, least)
+    before = _leverage(np.concatenate(member[: len(told)], axis=1), sizes) if told else np.zeros(len(atoms))
+    now = _leverage(np.concatenate(member, axis=1), sizes)
+    worse = np.where(now > before + 1e-6, now, 0.0)
+    if worse.max() > (1 - 1e-6) / max(least.min_cells - 1, 0.5):
+        raise Refusal(
+            f"a combination of groups of {mine.what} and of {len(told)} column(s) of earlier runs rests on about "
+            f"{1 / worse.max():.0f} cell(s), fewer than {least.min_cells}; to allow it: {ALLOW}"
+        )
+    if there is not None and (few := (worse * sizes > 1 - 1e-6) & (there.sum(axis=1) < least.min_donors)).any():
+        raise Refusal(
+            f"{int(sizes[few].min())} cell(s) of fewer than {least.min_donors} donors could be computed from groups of "
+            f"{mine.what} and of {len(told)} column(s) of earlier runs; to allow it: {ALLOW}"
+        )
+
+
+def _check_two(what: str, mine: Bits, of: str, other: Bits, sizes: I64, there: Bits | None, least: Thresholds) -> None:
+    """No group of one column may differ in too few cells, or donors, from a group of the other column."""
+    common = (mine * sizes[:, None]).T @ other
+    apart = (mine.T @ sizes)[:, None] + (other.T @ sizes)[None] - 2 * common
+    few = (apart > 0) & (apart < least.min_cells)
+    for i, j in np.argwhere((apart > 0) & (common > 0)) if there is not None else ():
+        few[i, j] |= there[mine[:, i] != other[:, j]].any(axis=0).sum() < least.min_donors  # type: ignore[index]
+    if few.any():
+        raise Refusal(
+            f"a group of {what} differs from one of {of} by {int(apart[few].min())} cell(s), fewer than "
+            f"{least.min_cells} cells or {least.min_donors} donors: both results together disclose them; to allow it: "
+            f"{ALLOW}"
+        )
+
+
+def _codes(everyone: U64, rows: RowPrints, name: str, kind: str, least: Thresholds) -> I64:
+    """The group of each cell: of all small groups together one, if it is large enough; -1 for cells in none.
+
+    By values, cells that look alike cannot be told apart, and are in none.
+    """
+    _, codes, sizes = np.unique(rows.columns[name], return_inverse=True, return_counts=True)
+    small = sizes < least.min_cells
+    number = np.where(small, len(sizes) if sizes[small].sum() >= least.min_cells else -1, np.arange(len(sizes)))
+    own = number[codes]
+    if kind != "name":
+        _, at, times = np.unique(getattr(rows, kind), return_inverse=True, return_counts=True)
+        own[times[at] > 1] = -1
+    spread = np.full(len(everyone), -1)
+    spread[np.searchsorted(everyone, _numbered(rows, kind))] = own
+    _, first, codes = np.unique(spread[spread >= 0], return_index=True, return_inverse=True)
+    spread[spread >= 0] = np.argsort(np.argsort(first))[codes]  # by the first cell, whatever the labels are called
+    return spread
+
+
+def _different(groupings: list[_Grouping]) -> list[_Grouping]:
+    """Without those that have no group, and those that divide the cells as one before."""
+    kept: list[_Grouping] = []
+    for one in groupings:
+        if one.codes.max(initial=-1) >= 0 and not any(np.array_equal(one.codes, k.codes) for k in kept):
+            kept.append(one)
+    return kept
 
 
 def _check_few(

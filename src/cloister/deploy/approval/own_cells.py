@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cloister.cells import files as cell_files
+from cloister.cells.files import Settings
 from cloister.cells.fingerprint import Fingerprint, fingerprint
 from cloister.cells.tables import donors
-from cloister.deploy.approval.approval import Refusal
+from cloister.deploy.approval.approval import Approvals, Refusal
 from cloister.errors import DataError, about
 from cloister.study import Party, Study
 from cloister.workflows import check_plan, pipeline, site_labels
@@ -17,10 +20,39 @@ from cloister.workflows.options import opening_floor
 if TYPE_CHECKING:
     from anndata import AnnData
 
-    from cloister.deploy.kit import Kit, Policy
+
+class OwnPolicy(Protocol):
+    """What `local/site.toml` says about a site's cells."""
+
+    @property
+    def data(self) -> Path | None: ...
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def obs(self) -> Mapping[str, str]: ...
+    @property
+    def obsm(self) -> Mapping[str, str]: ...
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+    @property
+    def floors(self) -> Mapping[str, int]: ...
 
 
-def open_cells(kit: Kit, policy: Policy) -> AnnData:
+UNGROUPED = ("donor_key", "sample_key", "library_key")  # no sum is over the cells of one donor alone
+
+
+class OwnKit(Protocol):
+    """Whose cells they are, for which study, and what was approved for it."""
+
+    @property
+    def study(self) -> Study: ...
+    @property
+    def me(self) -> Party: ...
+    @property
+    def approvals(self) -> Approvals: ...
+
+
+def open_cells(kit: OwnKit, policy: OwnPolicy) -> AnnData:
     """Open this site's cells, give columns the names that the study uses, and hold them to this site's own floors."""
     if policy.data is None:
         raise DataError("local/site.toml: 'data' is missing; write where your cells are")
@@ -37,7 +69,7 @@ def open_cells(kit: Kit, policy: Policy) -> AnnData:
     return adata
 
 
-def check_floors(me: Party, part: Study, policy: Policy, adata: AnnData) -> None:
+def check_floors(me: Party, part: Study, policy: OwnPolicy, adata: AnnData) -> None:
     """Raise `Refusal` if the cells are of fewer donors than this site's policy asks for, whatever the study says.
 
     Nor may the study agree on a lower number where that number decides what is opened.
@@ -60,7 +92,7 @@ def check_floors(me: Party, part: Study, policy: Policy, adata: AnnData) -> None
 
 def fingerprint_of(study: Study, me: Party, adata: AnnData) -> Fingerprint:
     """The fingerprint of a site's cells, with everything of them that an option of the study names."""
-    places = {f"obs[{name!r}]" for name in columns_read(study)}
+    places = {f"obs[{name!r}]" for name in columns_named(study)}
     keys: list[str | None] = []
     for _, workflow, options in pipeline.check_steps(study):
         places |= pipeline.needed(workflow, options, me)
@@ -68,17 +100,37 @@ def fingerprint_of(study: Study, me: Party, adata: AnnData) -> Fingerprint:
     return fingerprint(adata, places, next((key for key in keys if key), None))
 
 
-def columns_read(study: Study) -> set[str]:
+def columns_named(study: Study) -> set[str]:
     """Names in options of the study that may be columns of obs, those of results excepted."""
-    columns: set[str] = set()
-    for _, _, options in pipeline.check_steps(study):
-        for key, value in vars(options).items():
-            names = value if isinstance(value, list | tuple) else [value]
-            columns |= {name for name in names if isinstance(name, str) and not key.endswith("_added")}
+    return {name for _, _, options in pipeline.check_steps(study) for _, name in _names(options)}
+
+
+def columns_read(study: Study, *, grouped: bool = False) -> set[str]:
+    """Those of them that what the study opens depends on; with `grouped`, those by whose values it may sum cells.
+
+    A column that an earlier step of the study writes is not there yet when a run begins, so it is not among them.
+    """
+    columns, written = set[str](), set[str]()
+    for _, workflow, options in pipeline.check_steps(study):
+        places = {name: f"obs[{name!r}]" for field, name in _names(options) if not _apart(field, grouped=grouped)}
+        columns |= {name for name, place in places.items() if place not in written}
+        written |= {place for site in study.sites for place in pipeline.given(workflow, options, site)}
     return columns
 
 
-def check_approved_cells(kit: Kit, adata: AnnData) -> Fingerprint:
+def _names(options: Any) -> Iterator[tuple[dataclasses.Field[Any], str]]:
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        for name in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(name, str) and not field.name.endswith("_added"):
+                yield field, name
+
+
+def _apart(field: dataclasses.Field[Any], *, grouped: bool) -> bool:
+    return bool(field.metadata.get("drawn")) or (grouped and field.name in UNGROUPED)
+
+
+def check_approved_cells(kit: OwnKit, adata: AnnData) -> Fingerprint:
     """Raise `Refusal` unless these are the cells that were approved; returns their fingerprint.
 
     A large file that has not been written to since is not read again.

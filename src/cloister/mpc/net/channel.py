@@ -53,6 +53,7 @@ from cloister.mpc.parties import Agreement, Party
 
 T = TypeVar("T")
 NO_RUN = bytes(16)
+BUSY = 0.1  # fraction of a processor from which a party that waits is at work, too: a computation in short pieces
 NAME = "channel"
 
 
@@ -99,11 +100,15 @@ class Endpoint:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def _keep_pulse(self) -> None:
+        arrived, used = 0, time.process_time()
         while not self._closing.wait(self._beat):
             stuck = time.monotonic() - self._ticked > 2 * self._beat  # the loop is blocked: local computation
             waiting = PATIENT if self.waits[True] else WAITING if self.waits[False] else COMPUTING
+            before, arrived = arrived, self.mailbox.progress
+            earlier, used = used, time.process_time()
+            at_work = stuck or arrived != before or used - earlier > max(0.05, BUSY * self._beat)
             for p in self.peers:
-                self._post(p, self._frame("pulse", p, body=COMPUTING if stuck else waiting))
+                self._post(p, self._frame("pulse", p, body=COMPUTING if at_work else waiting))
 
     def _post(self, to: Party, frame: bytes) -> None:
         """Post what must not fail: a pulse, an abort, a farewell. A broken link shows in the mailbox."""
@@ -298,6 +303,7 @@ class Channel:
         if strangers := [p for p in senders if p == self.me or p not in self.agreement.parties]:
             raise ParameterError(f"nothing can come from '{strangers[0]}': not another party of the study")
         got: dict[Party, T] = {}
+        silent = ""
         endpoint, box, spec = self._endpoint, self._endpoint.mailbox, kind.__message__  # type: ignore[attr-defined]
         wait = Wait(self.agreement, box, senders, endpoint.poll, quorum=quorum is not None)
         endpoint.waits[quorum is not None] += not aside
@@ -321,14 +327,17 @@ class Channel:
                     break
                 wait.tick()
                 for party in tuple(wait.pending):
-                    if lost := _lost(party, failures[party], wait.over(party), spec, self.agreement):
+                    over = wait.over(party)
+                    if lost := _lost(party, failures[party], over, spec, self.agreement):
                         if quorum is None:
                             raise lost
+                        if over and failures[party] is None:
+                            silent = f"; nothing came {over}"
                         wait.pending.remove(party)
-                        self.dismiss(party)
+                        self.dismiss(party, why=f"nothing came from it {over}" if over else "left out of this run")
                 if quorum is not None and (left := len(got) + len(wait.pending)) < quorum:
                     out = ", ".join(f"'{p}'" for p in senders if p not in got and p not in wait.pending)
-                    why = f"{left} of {len(senders)} parties are left without {out}, {quorum} are needed."
+                    why = f"{left} of {len(senders)} parties are left without {out}, {quorum} are needed{silent}."
                     raise PeerLost(spec.protocol, spec.line, "too-few", f"{why} Start a new run.")
                 if wait.pending:
                     await endpoint.bell.wait(seen, endpoint.poll)
@@ -366,12 +375,15 @@ class Channel:
         finally:
             self._endpoint.waits[False] -= 1
 
-    def dismiss(self, party: Party, code: str = "dropped") -> None:
-        """Go on without `party`: tell it so, or what was wrong with what it sent, and read nothing more from it."""
+    def dismiss(self, party: Party, code: str = "dropped", why: str = "left out of this run") -> None:
+        """Go on without `party`: tell it so, or what was wrong with what it sent, and read nothing more from it.
+
+        `why` is the end of a sentence for this party's own people.
+        """
         box = self._endpoint.mailbox
         failure, first = box.failed.get(party), box.ignore(party)
         if failure is None or (failure.own and first):
-            box.gone(party, "left out of this run")
+            box.gone(party, why)
             data = self._endpoint._frame("abort", party, ["channel", "-", failure.code if failure else code])
             self._endpoint._record_sent("channel", "-", "channel.Abort", party, data)
             self._endpoint._post(party, data)
@@ -410,9 +422,9 @@ class Channel:
 
 
 def _lost(
-    party: Party, failure: Failure | None, over: float, spec: wire.Spec, agreement: Agreement
+    party: Party, failure: Failure | None, over: str, spec: wire.Spec, agreement: Agreement
 ) -> ProtocolAbort | None:
-    """Why nothing more is expected of `party`: it failed, or the wait for it is `over` after so many seconds."""
+    """Why nothing more is expected of `party`: it failed, or the wait for it is `over`."""
     if failure is not None:
         if failure.own:
             return ProtocolAbort(spec.protocol, spec.line, failure.code, failure.detail)
@@ -425,7 +437,7 @@ def _lost(
         blame(lost, failure.origin if known else party, failure.began if known else failure.code)
         return lost
     if over:
-        why = f"nothing from '{party}' for {over:g} s. Start a new run; the masks of this one are spent."
+        why = f"nothing from '{party}' {over}. Start a new run; the masks of this one are spent."
         lost = PeerLost(spec.protocol, spec.line, "timeout", why)
         blame(lost, party, "timeout")
         return lost

@@ -50,6 +50,7 @@ class Mailbox:
         self.heard: dict[Party, int] = defaultdict(int)  # frames and pulses from a party
         self.last: dict[Party, float] = {}  # when
         self.busy = {WAITING: 0, PATIENT: 0, COMPUTING: 0}  # pulses of anyone, by what they said
+        self.progress = 0  # messages that arrived, and pieces of some that are not yet whole
         self._queues: dict[tuple[Party, str], deque[tuple[Frame, int, str]]] = {}
         self._waiting: dict[Party, int] = defaultdict(int)  # messages in the queues
         self._held: dict[Party, int] = defaultdict(int)  # bytes in the queues, and of what has not come whole
@@ -102,6 +103,9 @@ class Mailbox:
                 self._spoil(sender, Failure("channel", "-", "flood", f"'{sender}' sends more than there is room for"))
             else:
                 self._held[sender] += size
+                self.progress += 1
+                self.heard[sender] += 1  # on a slow line a large message may take longer than the timeout
+                self.last[sender] = time.monotonic()
         if not fits:
             self._wake()
         return fits
@@ -139,6 +143,7 @@ class Mailbox:
                 why = f"'{sender}' sent {count} messages that no protocol here expects"
                 self._spoil(sender, Failure("channel", "-", "flood", why))
                 return
+            self.progress += 1
             self._waiting[sender] = count + 1
             self._held[sender] += frame.weight
             self._next[key] += 1

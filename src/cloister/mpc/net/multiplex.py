@@ -62,7 +62,8 @@ class Mailboxes:
 
     @property
     def failed(self) -> dict[Party, Failure]:
-        return self._whole.failed
+        """Who stopped, as far as is known to the transport or by an abort in the step that is going on."""
+        return {**self._boxes[self._at - 1].failed, **self._whole.failed}
 
     @property
     def dropped(self) -> set[Party]:

@@ -2,8 +2,10 @@
 
 A wait ends when the awaited party is silent for `timeout` seconds, when for `timeout` seconds nobody at all was
 computing (or about to go on), or after `patience` seconds whatever happens. A long computation at one party therefore
-trips nobody's timeout. While a party is falling silent, idleness does not count: whoever waits for that party has to
-notice first, or the others would blame each other.
+trips nobody's timeout. Nor does a long exchange: a party to which messages still come, or pieces of a large one, says
+in its pulses that it is at work, and so does one whose process uses the processor while it waits. While a party is
+falling silent, idleness does not count: whoever waits for that party has to notice first, or the others would blame
+each other.
 """
 
 from __future__ import annotations
@@ -43,19 +45,26 @@ class Wait:
             now,
         )  # a frozen process counts as one poll, not as silence
         self._waited += tick
-        before, self._busy = self._busy, sum(self.mailbox.busy[state] for state in self._active)
+        active = sum(self.mailbox.busy[state] for state in self._active) + self.mailbox.progress
+        before, self._busy = self._busy, active
         fading = self.mailbox.fading(now, self.agreement.timeout / 2, 2 * self.agreement.timeout)
         self._idle = 0.0 if self._busy != before else self._idle if fading else self._idle + tick
         for party in self.pending:
             before, self._heard[party] = self._heard[party], self.mailbox.heard[party]
             self._silent[party] = 0.0 if self._heard[party] != before else self._silent[party] + tick
 
-    def over(self, party: Party) -> float:
-        """The seconds after which waiting for `party` has ended; 0 if it has not."""
+    def over(self, party: Party) -> str:
+        """Why waiting for `party` has ended, with the limit and its name; empty if it has not."""
         timeout, patience = self.agreement.timeout, self.agreement.patience
         if self._waited > patience:
-            return patience
-        return timeout if self._silent[party] > timeout or self._idle > timeout else 0.0
+            return f"for {patience:g} s ('patience' of the study)"
+        if self._silent[party] > timeout:
+            return f"for {timeout:g} s ('timeout' of the study)"
+        return (
+            f"for {timeout:g} s, in which no party was computing ('timeout' of the study)"
+            if self._idle > timeout
+            else ""
+        )
 
 
 class Bell:

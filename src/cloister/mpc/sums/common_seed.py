@@ -14,10 +14,11 @@ Reveals
 coordinator : who takes part. Together with one site: Ξ.
 site : Ξ, k_uv for each other site v, and who takes part. Ξ is uniform as long as one site in V draws its part honestly.
     Of the keys of two other sites it learns nothing.
-lying coordinator : nothing more. It may leave sites out, as long as t remain; two sites that finish hold the same Ξ.
-one lying site : nothing more. It may choose its part after it has seen those of the others, and so some bits of Ξ. It
-    cannot have another left out: a site that cannot open what it received at L4 has not dropped out, and ends the step
-    for all.
+malicious coordinator : nothing more. It may leave sites out, as long as t remain; two sites that finish hold the same
+    Ξ.
+one malicious site : nothing more. It may choose its part after it has seen those of the others, and so some bits of Ξ.
+    It cannot have another left out: a site that cannot open what it received at L4 has not dropped out, and ends the
+    step for all.
 
 Assumes
 -------

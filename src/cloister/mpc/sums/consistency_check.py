@@ -1,4 +1,6 @@
-"""Same view: before a result counts, the sites verify that all of them received the same broadcasts.
+"""Consistency check: before a result counts, the sites verify that all of them received the same broadcasts.
+
+Its name on the wire, in receipts and in `cloister explain` is `same_view`.
 
     V1   u → S   σ_u        signs the id of this step, which hashes every broadcast that u received in the run
     V2   S → u   {v: σ_v}   at least t of them, mine among them; every one has to fit my own id

@@ -25,9 +25,9 @@ fewer sites each time.
 Reveals
 -------
 all : for every test, whether the pooled count is at least k; who of the sites dropped out.
-lying coordinator : the same. It may say "less" where it is not so; with q ≥ 1 it cannot say "at least" where it is not
-    so. It may call a site dropped that is there: then the same bits without that site.
-one lying site : nothing more. Its counts are what it says.
+malicious coordinator : the same. It may say "less" where it is not so; with q ≥ 1 it cannot say "at least" where it is
+    not so. It may call a site dropped that is there: then the same bits without that site.
+one malicious site : nothing more. Its counts are what it says.
 coordinator with one site (who knows Ξ) : the pooled counts themselves. No single site's, unless all others collude.
 
 Assumes

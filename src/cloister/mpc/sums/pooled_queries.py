@@ -1,6 +1,6 @@
 """Pooled queries: contributions of all sites, added up by checked sums, one numbered sub-protocol each.
 
-A protocol of many sums (grow a forest, find a cut) is written once, against `Tally`, and runs at every party. A site
+A protocol of many sums (grow a forest, find a cut) is written once, against `Totals`, and runs at every party. A site
 passes its own contribution, the coordinator none, and `Plain` adds up the contributions of several sites in one place,
 for `ideal`.
 """
@@ -25,7 +25,7 @@ T = TypeVar("T")
 Part = Callable[[], Contribution]  # of one site
 
 
-class Tally(Protocol):
+class Totals(Protocol):
     """Sums over all sites; `parts` are the contributions of the sites that are here."""
 
     async def total(self, parts: Sequence[Part], length: int, most: int, *, line: str, what: str) -> tuple[I64, bytes]:
@@ -55,7 +55,7 @@ def unpack(words: U64, length: int, most: int) -> I64:
 
 @dataclass
 class Asking:
-    """A `Tally` over the channel. Every sum is checked and of all `sites`; one that drops out ends the run."""
+    """A `Totals` over the channel. Every sum is checked and of all `sites`; one that drops out ends the run."""
 
     ch: Channel
     sites: tuple[Party, ...]  # that agreed on the seed
@@ -93,7 +93,7 @@ class Asking:
 
 @dataclass
 class Plain:
-    """A `Tally` over the rows of several sites in one place."""
+    """A `Totals` over the rows of several sites in one place."""
 
     asked: int = 0
 

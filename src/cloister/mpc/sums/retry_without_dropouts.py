@@ -1,4 +1,6 @@
-"""Attempts: a step that needs all of its parties is begun again without those who stopped.
+"""Retry without dropouts: a step that needs all of its parties is begun again without those who stopped.
+
+Its name on the wire, in receipts and in `cloister explain` is `attempts`.
 
     A1   S ⇒ u   who takes part: fewer in every attempt, and never somebody who was left out before
     A2   u → S   whether the step came to its end here
@@ -12,23 +14,23 @@ the id of an attempt depends on every list so far, so that sites with different 
 Reveals
 -------
 every party : who takes part in which attempt.
-lying coordinator : it may begin again without a site that is there, and sees what the step reveals once per list. The
-    lists shrink, so these are at most as many as there are sites. It cannot go on without a site that found something
-    wrong, if another site has heard of it.
-one lying site : nothing more. It may leave, and be left out; it cannot have another left out.
+malicious coordinator : it may begin again without a site that is there, and sees what the step reveals once per list.
+    The lists shrink, so these are at most as many as there are sites. It cannot go on without a site that found
+    something wrong, if another site has heard of it.
+one malicious site : nothing more. It may leave, and be left out; it cannot have another left out.
 
 Assumes
 -------
 The coordinator stays. Only who is gone is left out: a party that stops because it found something wrong (a proof that
-does not hold, a message of another run) ends the step for all, under the name of what it found. Otherwise a liar who
-sends one honest site after the other something wrong would be left with the list that it likes.
+does not hold, a message of another run) ends the step for all, under the name of what it found. Otherwise a party
+that sends one honest site after the other something wrong would be left with the list that it likes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cloister.errors import LEFT, CloisterError, PeerLost, ProtocolAbort, blame
@@ -78,10 +80,10 @@ def check_list(me: Party, sites: tuple[Party, ...], before: tuple[Party, ...] | 
 
 async def lead(ch: Channel, sites: tuple[Party, ...], least: int, step: Step[T]) -> tuple[T, tuple[Party, ...]]:
     """Play S: run `step(channel, sites)` until all of those who are left have finished it."""
-    attempt = 0
+    attempt, everyone = 0, sites
     while True:
         if len(sites) < least:
-            raise PeerLost(NAME, "A1", "too-few", f"{len(sites)} sites are left, {least} are needed. Start a new run.")
+            raise too_few(ch, everyone, sites, least)
         await ch.broadcast(sites, Go(sites, done=False))  # A1
         inner, control = _scopes(ch, attempt, sites)
         mine = asyncio.ensure_future(step(inner, sites))
@@ -168,6 +170,13 @@ def still_there(ch: Channel, sites: Iterable[Party]) -> tuple[Party, ...]:
     return tuple(left)
 
 
+def too_few(ch: Channel, everyone: Iterable[Party], left: Sequence[Party], least: int) -> PeerLost:
+    """The error that says who is missing, and why, with the limit that was exceeded."""
+    reasons = [why.detail for u in everyone if u not in left and (why := ch.stopped(u)) is not None and why.detail]
+    named = "".join(f"; {reason}" for reason in dict.fromkeys(reasons))
+    return PeerLost(NAME, "A1", "too-few", f"{len(left)} sites are left, {least} are needed{named}. Start a new run.")
+
+
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     for t in tasks:
         t.cancel()
@@ -180,5 +189,5 @@ async def survivors(ch: Channel, sites: Iterable[Party], kind: type[T], least: i
     """One message of every site that is still there."""
     alive = still_there(ch, sites)
     if len(alive) < least:
-        raise PeerLost(NAME, "A1", "too-few", f"{len(alive)} sites are left, {least} are needed. Start a new run.")
+        raise too_few(ch, sites, alive, least)
     return await ch.gather(alive, kind, quorum=least, **shapes)

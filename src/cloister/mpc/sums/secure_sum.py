@@ -99,7 +99,7 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
 
     @property
     def colluders(self) -> int:
-        """k: contributors that may help a lying aggregator, and it still gets one answer only; t > (n + k)/2."""
+        """k: contributors that may help a malicious aggregator, and it still gets one answer only; t > (n + k)/2."""
         return 2 * self.t - len(self.contributors) - 1
 
     def raised(self, agreement: Agreement) -> Params:

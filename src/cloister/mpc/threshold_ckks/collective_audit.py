@@ -20,8 +20,8 @@ Assumes
 -------
 Authenticated channels between holders. The aggregator may deviate arbitrarily: if its sums are wrong, it passes with
 probability 2^-70.
-A lying holder makes the run stop, no more: the aggregator's sums are right then. An aggregator together with a holder
-that lies for it is not caught.
+A malicious holder makes the run stop, no more: the aggregator's sums are right then. An aggregator together with a
+holder that lies for it is not caught.
 
 Cost
 ----

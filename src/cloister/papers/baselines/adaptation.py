@@ -1,4 +1,4 @@
-"""What an adapter is measured against: alone, pooled, a linear head, the whole model fine-tuned. For researchers.
+"""What an adapter is measured against: no provider at all, alone, pooled, a linear head, the whole model fine-tuned.
 
     run = cl.rehearse("adapt-model", data=sites, model="model.npz", label_key="some")
     table = cl.adaptation_baselines(run, truth_key="cell_type")
@@ -10,14 +10,16 @@ Everything here needs all samples and the provider's model in one place, which i
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cloister.errors import DataError, ParameterError
 from cloister.models.polynomial import Encoder
+from cloister.papers.baselines.own_features import own_features, own_labels
 from cloister.workflows import check_plan, options_of
 from cloister.workflows.adapt_model import workflow as adapt_model
 from cloister.workflows.adapt_model.inference import inputs_of
@@ -26,7 +28,9 @@ from cloister.workflows.adapt_model.training import given, learner_of, recipe_of
 if TYPE_CHECKING:
     from cloister.models.learner import Learner
 
-ARMS = ("each site alone", "together", "pooled", "linear probing", "full fine-tuning")
+LOG = logging.getLogger("cloister")
+WITHOUT = ("no provider, each site alone", "no provider, pooled")  # on the sites' own genes or pixels
+ARMS = ("each site alone", "together", "pooled", "linear probing", "full fine-tuning", *WITHOUT)
 
 
 def adaptation_baselines(
@@ -42,7 +46,9 @@ def adaptation_baselines(
     -------
     Name of the way → `way`, `accuracy`, `balanced_accuracy`, accuracy at every site, `parameters` that are trained,
     CPU `seconds`: each site alone, together (the run), pooled, linear probing and full fine-tuning (both by averaging
-    over the sites, as published mode does).
+    over the sites, as published mode does). The last two rows need no provider: logistic regression with the same
+    labels on the sites' own genes or pixels, each site alone and pooled. Where one of them is at least as good as the
+    run, a warning goes to the log `cloister`.
     """
     workflow, _ = check_plan(run.study)
     options: adapt_model.Options = options_of(workflow, run.study.parameters)
@@ -63,7 +69,23 @@ def adaptation_baselines(
             "parameters": parameters,
             "seconds": round(time.process_time() - began, 2),
         }
+    if warning := without_provider(made):
+        LOG.warning(warning)
     return made
+
+
+def without_provider(table: Mapping[str, Mapping[str, Any]]) -> str:
+    """What to know if a way without the provider is as good as the run, or better; nothing if the run is ahead."""
+    run = float(table["together"]["accuracy"])
+    way = max(WITHOUT, key=lambda w: float(table[w]["accuracy"]))
+    best = float(table[way]["accuracy"])
+    if best < run:
+        return ""
+    instead = "train-classifier needs no provider" if way == WITHOUT[1] else "a site needs nobody for that"
+    return (
+        f"the provider's model does not help here: '{way}', on the sites' own features with the same labels, has "
+        f"accuracy {best:.3f}, the run {run:.3f}; {instead}"
+    )
 
 
 class Task:
@@ -97,6 +119,8 @@ class Task:
         if way == "together":
             each = [self.run.data[s].obs[options.key_added].astype(str).to_numpy()[self.asked[s]] for s in sites]
             return np.concatenate(each), int(self.run.results[sites[0]]["parameters"])
+        if way in WITHOUT:
+            return self.without_provider(pooled=way == WITHOUT[1])
         if way == "full fine-tuning":
             return self.fit([self.whole([site]) for site in sites], rate, self.inputs)
         if way == "linear probing":
@@ -106,6 +130,22 @@ class Task:
             return np.concatenate([found for found, _ in alone]), alone[0][1]
         groups = [sites] if way == "pooled" else [[site] for site in sites]
         return self.fit([self.small(group, options) for group in groups], options.lr, self.taps)
+
+    def without_provider(self, *, pooled: bool) -> tuple[Any, int]:
+        """Logistic regression on the sites' own features; alone, a site can only name what it has labelled itself."""
+        images = Encoder.load(self.options.model).card["kind"] == "images"
+        x = own_features({site: self.run.data[site] for site in self.sites}, images=images)
+        known = np.array(self.labels)
+
+        def labelled(group: Sequence[str]) -> tuple[Any, Any]:
+            seen = {site: self.codes[site] >= 0 for site in group}
+            rows = np.concatenate([x[site][seen[site]] for site in group])
+            return rows, known[np.concatenate([self.codes[site][seen[site]] for site in group])]
+
+        parts = [
+            own_labels(x[site][self.asked[site]], *labelled(self.sites if pooled else [site])) for site in self.sites
+        ]
+        return np.concatenate(parts), (x[self.sites[0]].shape[1] + 1) * len(known)
 
     @property
     def inputs(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ m_t and δ_t are vectors: one transfer serves all of the sender's points. O3 to 
 
 Reveals
 -------
-sender : nothing about the choices, lying or not.
+sender : nothing about the choices, malicious or not.
 receiver : m_t + x_t δ_t, which is uniform; nothing about δ_t. If it lies in O3, it is found out, or has guessed a bit
     of s for every column in which it lies, and those bits tell it nothing about δ_t.
 who carries the frames : nothing.

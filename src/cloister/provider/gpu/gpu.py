@@ -18,9 +18,8 @@ import torch
 from cloister.arrays import F64, I64, U32, U64
 from cloister.errors import ParameterError
 from cloister.mpc.crypto.entropy import Entropy, check_entropy
-from cloister.mpc.crypto.owner_ckks.packed_refresh import AT_MOST
 from cloister.mpc.crypto.owner_ckks.ring import KEEP, Opening, Parameters, modulus, primes_of
-from cloister.mpc.crypto.owner_ckks.rotations import Turns, decode, encode, order
+from cloister.mpc.crypto.owner_ckks.rotations import Turns, decode, order
 from cloister.mpc.crypto.owner_ckks.smallness_check import SENT, joined
 from cloister.provider.gpu import cuda_device
 from cloister.provider.gpu.cuda_device import Tensor, wide
@@ -187,21 +186,19 @@ class Evaluator:
         self._kernels.each("rerandomise", out.numel(), out, cts, noise, self._b, self._a, self._known, p, k, count)
         return out
 
-    def switched(self, cts: Tensor, by: Sequence[int] = ()) -> Tensor:
-        """The same messages in two polynomials; `by` names the keys of the others, s², s³, … if it does not."""
-        p = cts.shape[1]
+    def switched(self, cts: Tensor, by: Sequence[int] | I64 = ()) -> Tensor:
+        """The same messages in two polynomials; `by` names the keys of the others, s², s³, … if it does not.
+
+        An array (n, p - 2) names them for every ciphertext.
+        """
+        n, p = cts.shape[:2]
         if p == 2:
             return cts
-        named = list(by) or list(range(p - 2))
-        if self._switching is None or len(self._switching) <= max(named) or len(named) != p - 2:
+        named = np.asarray(by if len(by) else range(p - 2), np.int32)
+        each = named.ndim == 2
+        if self._switching is None or len(self._switching) <= named.max() or named.shape != (*[n] * each, p - 2):
             raise ParameterError(f"there are no switching keys for ciphertexts of {p} polynomials")
-        if not by and p - 2 <= AT_MOST:
-            return self.ring.switched(cts, self._switching)
-        out = cts
-        for lo in range(0, p - 2, AT_MOST):
-            some = torch.cat([out[:, :2], cts[:, 2 + lo : 2 + lo + AT_MOST]], dim=1)
-            out = self.ring.switched(some, self._switching[named[lo : lo + AT_MOST]])
-        return out
+        return self.ring.switched(cts, self._switching, named)
 
     def turned(self, cts: Tensor, tokens: int, r: int) -> Tensor:
         """Ciphertexts (…, N) whose slots hold what stood r tokens further, under the turned key (`turns`)."""
@@ -209,9 +206,11 @@ class Evaluator:
 
     def plain(self, x: F64, scale: float, k: int) -> Tensor:
         """Slots (n, N/2) that are no secret, as ciphertexts of one polynomial (n, 1, k, N)."""
-        whole = np.stack([encode(row, self.params.degree, scale) for row in x])[:, None]
-        q = np.array(self.ring.primes[:k], np.int64)[:, None]
-        return self.ring.forward(cuda_device.put((whole % q).astype(np.uint32)))[:, None]
+        values = torch.as_tensor(x, dtype=torch.float64, device=cuda_device.DEVICE)
+        m = encoded(values, self.params.degree, scale)
+        return self.ring.forward(torch.stack([torch.remainder(m, q) for q in self.ring.primes[:k]], dim=1).int())[
+            :, None
+        ]
 
     def dropped(self, cts: Tensor, keep: int) -> Tensor:
         """⌊c / D⌉ of ciphertexts (n, 2, k, N) at the first `keep` primes, D the product of the others."""
@@ -344,11 +343,8 @@ class OwnerKey:
         check_entropy(entropy)
         p, ring = self.params, ring_on_card(self.params)
         values = torch.as_tensor(x, dtype=torch.float64, device=cuda_device.DEVICE)
-        n, samples = values.shape
-        slots = torch.zeros((n, p.degree), dtype=torch.complex128, device=cuda_device.DEVICE)
-        slots[:, :samples], slots[:, p.degree - samples :] = values, values.flip(-1)
-        turn = torch.arange(p.degree, dtype=torch.float64, device=cuda_device.DEVICE) * (-torch.pi / p.degree)
-        m = torch.round((torch.fft.fft(slots) / p.degree * torch.exp(1j * turn)).real * p.scale).long()
+        n = len(values)
+        m = encoded(values, p.degree, p.scale)
         m += ring.noise(entropy.bytes(32), n, 1, 1)[:, 0]
         residues = torch.stack([torch.remainder(m, q) for q in ring.primes], dim=1).int()
         return self.hide(residues, seed)
@@ -370,6 +366,15 @@ class OwnerKey:
     def read(self, cts: Tensor, scale: float, count: int) -> F64:
         """Slots of ciphertexts that were sent to be read, (n, count)."""
         return np.stack([decode(centred(self.params, m), scale, count) for m in cuda_device.host(self.opened(cts))])
+
+
+def encoded(values: Tensor, degree: int, scale: float) -> Tensor:
+    """`rotations.encode` of real slots (n, up to N/2): coefficients (n, N), 64-bit integers."""
+    n, count = values.shape
+    slots = torch.zeros((n, degree), dtype=torch.complex128, device=cuda_device.DEVICE)
+    slots[:, :count], slots[:, degree - count :] = values, values.flip(-1)
+    turn = torch.arange(degree, dtype=torch.float64, device=cuda_device.DEVICE) * (-torch.pi / degree)
+    return torch.round((torch.fft.fft(slots) / degree * torch.exp(1j * turn)).real * scale).long()
 
 
 @functools.lru_cache(maxsize=256)

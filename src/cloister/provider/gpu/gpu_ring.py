@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from cloister.arrays import U8, U32, Array
+from cloister.arrays import I32, U8, U32, Array
 from cloister.errors import ParameterError
 from cloister.mpc.crypto.owner_ckks.packed_refresh import dropped
 from cloister.mpc.crypto.owner_ckks.ring import KEEP, Opening, Parameters, last_word, modulus, primes_of
@@ -236,11 +236,17 @@ class CardRing:
         self.kernels.transforms("backward", n * many * k, out, cts, self._v, self.known, first, many, p, k)
         return out
 
-    def switched(self, cts: Tensor, keys: Tensor) -> Tensor:
-        """Ciphertexts (n, p, k, N) as two polynomials, by keys (p - 2, K, 2, K, N)."""
+    def switched(self, cts: Tensor, keys: Tensor, named: I32) -> Tensor:
+        """Ciphertexts (n, p, k, N) as two polynomials, by those of keys (m, K, 2, K, N) that `named` says.
+
+        (p - 2,) for all ciphertexts, or (n, p - 2).
+        """
         n, p, k, degree = cts.shape
         digits, out, most = self.backward(cts, 2), cuda_device.empty(n, 2, k, degree), len(self.primes)
-        self.kernels.transforms("switched", n * k, out, cts, digits, keys, self._w, self.known, p, k, most)
+        which = self.kept(("keys", named.shape, named.tobytes()), lambda: named)
+        self.kernels.transforms(
+            "switched", n * k, out, cts, digits, keys, which, int(named.ndim == 2), self._w, self.known, p, k, most
+        )
         return out
 
     def dropped(self, cts: Tensor, masks: Tensor | None = None, keep: int = KEEP) -> Tensor:

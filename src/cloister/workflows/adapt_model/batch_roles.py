@@ -6,16 +6,17 @@ import hmac
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from cloister.arrays import F64, U32
 from cloister.errors import CloisterError, ProtocolAbort
+from cloister.models.polynomial import Shape
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.owner_ckks import scheme as block
 from cloister.mpc.crypto.owner_ckks.rotations import Turns
-from cloister.mpc.crypto.owner_ckks.scheme import Opening, OwnerKey
+from cloister.mpc.crypto.owner_ckks.scheme import Opening, OwnerKey, Parameters
 from cloister.mpc.crypto.owner_ckks.smallness_check import LEAF, SALT, SENT, Leaves, cells, opens, shifts, uncover
 from cloister.mpc.net.channel import Channel
 from cloister.provider.gpu import devices
@@ -48,18 +49,26 @@ from cloister.workflows.adapt_model.block_values import Recipe, Values
 from cloister.workflows.adapt_model.checkpoint import Answers
 from cloister.workflows.adapt_model.packing import Packing
 
-if TYPE_CHECKING:
-    from cloister.workflows.adapt_model.encrypted_inference import Params
-
 AHEAD = 8  # messages that a provider sends before it waits for an answer
 MOST_BEYOND = 0.5  # of samples: with more beyond a bound, it is the batch that is spoilt, or all inputs that are wrong
+
+
+class Terms(Protocol):
+    """What both halves of a batch need of `encrypted_inference.Params`."""
+
+    @property
+    def provider(self) -> Party: ...
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def crypto(self) -> Parameters: ...
 
 
 class OwnerSide:
     """The owner's half of a batch: opens, rescales and encrypts what is masked; reads what is meant for it."""
 
     def __init__(
-        self, ch: Channel, params: Params, key: OwnerKey, entropy: Entropy, lose: Callable[[], None] = lambda: None
+        self, ch: Channel, params: Terms, key: OwnerKey, entropy: Entropy, lose: Callable[[], None] = lambda: None
     ) -> None:
         self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
         self.lose = lose  # key and samples at hand: a provider that lies learns a bit by every check that fails
@@ -150,7 +159,7 @@ class ProviderSide:
     def __init__(
         self,
         ch: Channel,
-        params: Params,
+        params: Terms,
         who: Party,
         key: Key,
         entropy: Entropy,

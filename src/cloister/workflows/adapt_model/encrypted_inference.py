@@ -31,11 +31,11 @@ owner : per sample and tap r numbers (the class token through a fixed projection
     samples, an owner can fit a model of its own to these features, as with any service that answers: the budget bounds
     how many it gets. After a break it gets the taps again that were sent, the same bits; for batches of which it was
     told nothing it does not pay again.
-lying owner : taps of inputs of its choice, samples or not. Answers at L4 that are not what they should be end its batch
-    before the next tap, unless they are off by little more than honest noise, or by a simple fraction of the modulus
-    and luck (`tied_answers`). What passes shows at a tap as a few bits a coefficient, at each T3 its own lies as one
-    bit for each of 4·N coefficients. In all no more than the bits that taps and checks hold, times the batches of its
-    budget (`lying_owner.exposure`, in the provider's results). Runs side by side get no more than one.
+malicious owner : taps of inputs of its choice, samples or not. Answers at L4 that are not what they should be end its
+    batch before the next tap, unless they are off by little more than honest noise, or by a simple fraction of the
+    modulus and luck (`tied_answers`). What passes shows at a tap as a few bits a coefficient, at each T3 its own lies
+    as one bit for each of 4·N coefficients. In all no more than the bits that taps and checks hold, times the batches
+    of its budget (`lying_owner.exposure`, in the provider's results). Runs side by side get no more than one.
 provider : how many batches each owner brings (whole ones, of N/2 samples or of N/2 / P); of each, whether its answers
     were true, and so whether a sample in it is 2^40 times beyond an interval (T4); that it stopped after the last tap
     (L5, code `range`), if no sample's features kept their bounds; that it asks for the rest of what an earlier run

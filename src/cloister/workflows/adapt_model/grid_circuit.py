@@ -9,8 +9,9 @@ LayerNorm, projection and feed-forward act within a token: as they are in `quadr
     sums       Σ_a e_ab · v turned by a, switched; turned by b, added up over b, switched
     class      as key: e · v without turns.  as query: e · v, added up over all tokens by turns of 1, 2, 4, …
 
-q, k and v are too short for the noise of a switching key. They are turned under their keys (`turns`), and what is
-switched are products: scores have the scale of z squared, weighted sums that of its fifth power.
+q, k and v are too short for the noise of a switching key. v has a prime to spare, and is switched when it is longer by
+that (`under_s`). q and k have none: they are turned under their keys (`turns`), and products are switched, which
+have the scale of z squared.
 
 P is a power of two; with fewer tokens the last places are empty. They hold a token without input, whose normalised
 values, biases and offsets are multiplied by zero before attention: no weight falls on them (a mask of 2^18 a block).
@@ -29,6 +30,7 @@ import numpy as np
 
 from cloister.arrays import F64
 from cloister.models.polynomial import Shape
+from cloister.mpc.crypto.owner_ckks.ring import primes_of
 from cloister.mpc.crypto.owner_ckks.rotations import Turns, spread
 from cloister.workflows.adapt_model.block_circuit import rows_of
 from cloister.workflows.adapt_model.block_values import Cts, Values, token
@@ -111,6 +113,7 @@ class GridHeads(SquaredHeads):
     def __init__(self, circuit: GridCircuit, z: Values, layer: int, rows: int) -> None:
         super().__init__(circuit, z, layer, rows)
         self.turns = Turns(circuit.together)
+        self.value_primes = self.primes[0]  # one more than their sums have: `under_s` needs it
 
     def parts(self, head: int) -> list[Cts]:
         """As ever; where places are empty, their keys and values have no bias."""
@@ -125,26 +128,26 @@ class GridHeads(SquaredHeads):
                 cts[h:] = self.circuit.ev.combine([(1, cts[h:]), (1, less)])
         return out
 
-    def weighted_by(self, scores: Cts, head: int, turn: int) -> Cts:
-        """(s + c)² of keys that stand so many tokens further: c is zero where there is none."""
+    def weighted_by(self, scores: Cts, head: int, turns: Sequence[tuple[int, int]]) -> Cts:
+        """(s + c)² of queries b tokens before a slot and keys a tokens behind it: c is zero where there is no key."""
         mask = self.circuit.mask
         if mask is None:
             return self.squared(scores, head)
         ev, k = self.circuit.ev, self.primes[1]
-        offset = float(self.offset[head]) * np.roll(mask, -turn)[None]  # type: ignore[index]
+        behind = sorted({a for _, a in turns})
+        offset = float(self.offset[head]) * np.stack([np.roll(mask, -a) for a in behind])  # type: ignore[index]
         plain = self.circuit.plain(offset, self.score_scale, k)
         short = ev.dropped(ev.switched(scores), k)
-        shifted = ev.combine([(1, short), (1, ev.join([plain] * len(short)))])
+        shifted = ev.combine([(1, short), (1, plain[[behind.index(a) for _, a in turns]])])
         return ev.switched(ev.products(shifted, shifted))
 
     def compute(self, ids: Sequence[int], k: int) -> Cts:
         ev, h, parts = self.circuit.ev, self.size, []
         for head, _, _ in rows_of(ids, self.outs, h):
             queries, keys, values = self.parts(head)
-            values = ev.cut(values, k)
-            parts.append(self.of_class(head, queries[:h], keys, values))
+            parts.append(self.of_class(head, queries[:h], keys, ev.cut(values, k)))
             if self.outs > 1:
-                parts.append(self.of_others(head, queries[h:], keys, values))
+                parts.append(self.of_others(head, queries[h:], keys, values, k))
         return ev.join(parts)
 
     # ---- the class token as query ------------------------------------------------------------------------------------
@@ -152,7 +155,7 @@ class GridHeads(SquaredHeads):
     def of_class(self, head: int, q: Cts, keys: Cts, values: Cts) -> Cts:
         ev, h, k = self.circuit.ev, self.size, values.shape[2]
         scores = ev.rows(q[None], keys, np.arange(2 * h).reshape(2, h))[0]  # of itself, of all others
-        e = ev.join([self.squared(scores[:1], head), self.weighted_by(scores[1:], head, 0)])
+        e = ev.join([self.squared(scores[:1], head), self.weighted_by(scores[1:], head, [(0, 0)])])
         total = added_up(ev, e[1:], self.turns)
         self.shelf.put(head * self.outs, ev.combine([(1, total), (1, e[:1])]))
         e = ev.cut(e, k)
@@ -165,64 +168,68 @@ class GridHeads(SquaredHeads):
 
     # ---- all others --------------------------------------------------------------------------------------------------
 
-    def of_others(self, head: int, q: Cts, keys: Cts, values: Cts) -> Cts:
-        ev, h, k, t = self.circuit.ev, self.size, values.shape[2], self.turns
+    def of_others(self, head: int, q: Cts, keys: Cts, values: Cts, k: int) -> Cts:
+        ev, h, t = self.circuit.ev, self.size, self.turns
         of_class = self.squared(ev.rows(q[None], keys[:h], np.arange(h)[None])[0], head)
         e = self.weights_by_turn(head, q, keys[h:])  # (b, a)
         totals = [ev.total(row) for row in e]
         totals[0] = ev.combine([(1, totals[0]), (1, of_class)])
         self.shelf.put(head * self.outs + 1, self.turned_back(totals))
-        e, of_class = [ev.cut(row, k) for row in e], ev.cut(of_class, k)
-        own = self.weighed(of_class, values[:h])
-        turned = [apart(ev, ev.turned(values[h:], t.tokens, a)) for a in t.small]
-        first = ev.join([x[0] for x in turned])
-        return self.turned_back(
-            [self.added_turns(row, first, [x[1] for x in turned], own if not b else None) for b, row in enumerate(e)]
-        )
+        n, m = len(t.large), len(t.small)
+        e = ev.cut(e.reshape(n * m, *e.shape[2:]), k).reshape(n, m, 2, k, -1)
+        moved = ev.join([self.under_s(values[h:], a, k) for a in t.small])  # (a, feature)
+        sums = ev.rows(e, moved, np.arange(m * h).reshape(m, h).T.copy())
+        own = self.weighed(ev.cut(of_class, k), ev.cut(values[:h], k))
+        sums[0] = ev.combine([(1, sums[0]), (1, own)])
+        sums = ev.switched(sums.reshape(n * h, *sums.shape[2:]))
+        return self.turned_back([sums[i * h : (i + 1) * h] for i in range(n)])
 
-    def weights_by_turn(self, head: int, q: Cts, keys: Cts) -> list[Cts]:
-        """Weights e for queries b tokens before a slot and keys a tokens behind it: for every b, all a."""
-        ev, h, t, found = self.circuit.ev, self.size, self.turns, []
-        moved = [ev.turned(q, t.tokens, -b) for b in t.large]
-        moved = ev.join(moved).reshape(len(moved), h, *q.shape[1:])
-        for a in t.small:
-            split = ev.join(list(apart(ev, ev.turned(keys, t.tokens, a))))
-            y = ev.rows(moved, split, np.arange(2 * h).reshape(2, h))
-            found.append(self.weighted_by(ev.join([self.to_s(y[i], a, b) for i, b in enumerate(t.large)]), head, a))
-        return [ev.join([by_b[i : i + 1] for by_b in found]) for i in range(len(t.large))]
+    def under_s(self, v: Cts, a: int, k: int) -> Cts:
+        """Values turned by a, under s, at k primes, one less than it has.
 
-    def to_s(self, y: Cts, a: int, b: int) -> Cts:
-        """q·k, q under σ_(-b)(s) and k under σ_a(s), under s; y holds the products with either half of k."""
-        ev, t = self.circuit.ev, self.turns
-        (c00, c10), (c01, c11) = (y[half, :2] for half in range(2))
-        if not a and not b:
-            return ev.switched(polynomials(ev, c00, added(ev, c10, c01), c11))
-        if not b:
-            return ev.switched(polynomials(ev, c00, c10, c01, c11), (t.key(a), t.key(a, times_s=True)))
-        back, both = t.key(-b), t.key(-b, times_s=True)
+        v is as short as the noise of a switching key. So it is multiplied by the last prime, switched, and divided by
+        it again: that noise becomes shorter by 28 bits, and the scale stays.
+        """
+        ev = self.circuit.ev
         if not a:
-            return ev.switched(polynomials(ev, c00, c01, c10, c11), (back, both))
-        (d,) = ev.switched(polynomials(ev, None, None, c11), (t.key(a),))  # c11·σ_a(s) = d_0 + d_1·s
-        whole = polynomials(ev, c00, None, added(ev, c10, d[0]), c01, d[1])
-        return ev.switched(whole, (back, t.key(a), both))
+            return ev.cut(v, k)
+        lifted = ev.combine([(primes_of(self.circuit.params)[v.shape[2] - 1], ev.turned(v, self.turns.tokens, a))])
+        return ev.cut(ev.dropped(to_s(ev, lifted, self.turns.key(a)), self.primes[1]), k)
 
-    def added_turns(self, e: Cts, first: Cts, seconds: list[Cts], own: Cts | None) -> Cts:
-        """Σ_a e_a · v turned by a, under s: `first` and `seconds` hold the halves of v, `own` what needs no turn."""
-        ev, h, t, (n, _, k, _) = self.circuit.ev, self.size, self.turns, e.shape
-        out = ev.zeros(h, 1 + 2 * n, k)
-        out[:, :2] = ev.rows(e[None], first, np.arange(n * h).reshape(n, h).T.copy())[0][:, :2]
-        by = [0]
-        for a in t.small:
-            y = self.weighed(e[a : a + 1], seconds[a])[:, :2]
-            if a:
-                out[:, 1 + 2 * a : 3 + 2 * a] = y
-                by += [t.key(a), t.key(a, times_s=True)]
-            else:  # under s and s², like the class token's
-                two = ev.zeros(h, 3, k)
-                two[:, 1:] = y
-                parts = [(1, two), (1, out[:, :2])]
-                out[:, :3] = ev.combine(parts if own is None else [*parts, (1, own)])
-        return ev.switched(out, tuple(by))
+    def weights_by_turn(self, head: int, q: Cts, keys: Cts) -> Cts:
+        """Weights e for queries b tokens before a slot and keys a tokens behind it, (b, a, 2, k, N)."""
+        ev, h, t = self.circuit.ev, self.size, self.turns
+        n, m = len(t.large), len(t.small)
+        moved = ev.join([ev.turned(q, t.tokens, -b) for b in t.large]).reshape(n, h, *q.shape[1:])
+        out = ev.zeros(n * m, 2, q.shape[2]).reshape(n, m, *q.shape[1:])
+        for i, a in enumerate(t.small):
+            split = ev.join(list(apart(ev, ev.turned(keys, t.tokens, a))))
+            y = ev.rows(moved, split, np.arange(2 * h).reshape(2, h))  # of either half of k: (b, half, 3, k, N)
+            out[:, i] = self.scores_under_s(y, a)
+        e = self.weighted_by(out.reshape(n * m, *q.shape[1:]), head, [(b, a) for b in t.large for a in t.small])
+        return e.reshape(n, m, *e.shape[1:])
+
+    def scores_under_s(self, y: Cts, a: int) -> Cts:
+        """q·k for every b, q under σ_(-b)(s) and k under σ_a(s), under s; y holds the products with either half of k.
+
+        What is under both comes under s·σ_(-b)(s) and σ_(-b)(s) by the key of a first. Without a turn of k it is there
+        already, as it is without one of q by the key of a.
+        """
+        ev, t = self.circuit.ev, self.turns
+        (c00, c10), (c01, c11) = ((y[:, half, 0], y[:, half, 1]) for half in range(2))
+        back = [t.key(-b) for b in t.large[1:]]
+        both = [t.key(-b, times_s=True) for b in t.large[1:]]
+        if not a:
+            first = ev.switched(polynomials(ev, c00[:1], added(ev, c10[:1], c01[:1]), c11[:1]))
+            rest = polynomials(ev, c00[1:], c01[1:], c10[1:], c11[1:])
+            return ev.join([first, ev.switched(rest, np.array([back, both]).T)] if back else [first])
+        first = polynomials(ev, c00[:1], c10[:1], c01[:1], c11[:1])
+        first = ev.switched(first, (t.key(a), t.key(a, times_s=True)))
+        if not back:
+            return first
+        d = ev.switched(polynomials(ev, None, None, c11[1:]), (t.key(a),))  # c11·σ_a(s) = d_0 + d_1·s
+        rest = polynomials(ev, c00[1:], None, added(ev, c10[1:], d[:, 0]), c01[1:], d[:, 1])
+        return ev.join([first, ev.switched(rest, np.array([back, [t.key(a)] * len(back), both]).T)])
 
     def turned_back(self, by_turn: list[Cts]) -> Cts:
         """What stands b tokens too far, for every b, where it belongs; added up."""
@@ -231,8 +238,9 @@ class GridHeads(SquaredHeads):
         moved = [ev.turned(y, t.tokens, b) for b, y in zip(t.large[1:], by_turn[1:], strict=True)]
         out = ev.zeros(n, 2 + len(moved), k)
         out[:, :2] = by_turn[0]
+        if moved:
+            out[:, :1] = ev.combine([(1, x[:, :1]) for x in (by_turn[0], *moved)])
         for i, y in enumerate(moved):
-            out[:, :1] = ev.combine([(1, out[:, :1]), (1, y[:, :1])])
             out[:, 2 + i] = y[:, 1]
         return ev.switched(out, tuple(t.key(b) for b in t.large[1:]))
 
@@ -241,18 +249,25 @@ class GridHeads(SquaredHeads):
 
 
 def polynomials(ev: Any, *given: Any) -> Cts:
-    """One ciphertext of these polynomials (k, N); None for zero."""
-    k = next(p.shape[0] for p in given if p is not None)
-    out = ev.zeros(1, len(given), k)
+    """Ciphertexts of these polynomials (n, k, N); None for zero."""
+    n, k, _ = next(p.shape for p in given if p is not None)
+    out = ev.zeros(n, len(given), k)
     for i, p in enumerate(given):
         if p is not None:
-            out[0, i] = p
+            out[:, i] = p
     return out
 
 
 def added(ev: Any, x: Any, y: Any) -> Any:
-    """The sum of two polynomials (k, N)."""
-    return ev.combine([(1, x[None, None]), (1, y[None, None])])[0, 0]
+    """Sums of polynomials (n, k, N)."""
+    return ev.combine([(1, x[:, None]), (1, y[:, None])])[:, 0]
+
+
+def to_s(ev: Any, x: Cts, key: int) -> Cts:
+    """Ciphertexts of two polynomials under a turned key, under s."""
+    split = ev.zeros(len(x), 3, x.shape[2])
+    split[:, 0], split[:, 2] = x[:, 0], x[:, 1]
+    return ev.switched(split, (key,))
 
 
 def apart(ev: Any, v: Cts) -> tuple[Cts, Cts]:
@@ -267,10 +282,7 @@ def added_up(ev: Any, x: Cts, turns: Turns) -> Cts:
     """Ciphertexts of two polynomials, added up over the tokens: the sum in the slots of every one."""
     r = 1
     while r < turns.tokens:
-        moved = ev.turned(x, turns.tokens, r)
-        split = ev.zeros(len(x), 3, x.shape[2])
-        split[:, 0], split[:, 2] = moved[:, 0], moved[:, 1]
-        x = ev.combine([(1, x), (1, ev.switched(split, (turns.key(r),)))])
+        x = ev.combine([(1, x), (1, to_s(ev, ev.turned(x, turns.tokens, r), turns.key(r)))])
         r *= 2
     return x
 

@@ -166,7 +166,7 @@ def ledger_of(options: Any, keys: Mapping[Party, bytes]) -> encrypted_inference.
 
 
 def exposed(session: Session, options: Any, told: model_card.Announcement) -> dict[str, str]:
-    """For the provider's results: how much of its model the budget leaves to one lying site."""
+    """For the provider's results: how much of its model the budget leaves to one malicious site."""
     if session.mode == "published":  # every site has the model anyway
         return {}
     return {"exposure": str(leakage_bound.exposure(told.shape, told.crypto, options.budget))}

@@ -41,8 +41,10 @@ class Options:
     batch_size: int = option(32, "samples per step; hardened mode always takes all samples")
     lr: float = option(0.0, "learning rate; 0 for 0.03 in hardened mode, and 0.05 in published mode (adam: 0.01)")
     schedule: Literal["constant", "cosine", "step"] = option("constant", "learning-rate schedule over the rounds")
-    decay: float = option(0.1, "factor of the learning rate at each step, with schedule=step")
-    decay_at: tuple[int, ...] = option((), "rounds after which the learning rate is reduced, with schedule=step")
+    decay: float = option(0.1, "factor of the learning rate at each step, with schedule=step", retired=True)
+    decay_at: tuple[int, ...] = option(
+        (), "rounds after which the learning rate is reduced, with schedule=step", retired=True
+    )
     optimizer: Literal["auto", "adam", "sgd"] = option(
         "auto", "optimiser; auto takes sgd, since local adam is worse if sites have different labels", modes=PAPER
     )

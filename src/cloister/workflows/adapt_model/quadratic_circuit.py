@@ -270,6 +270,7 @@ class SquaredHeads:
         self.held: tuple[int, list[Cts]] | None = None  # head at hand, its queries, keys and values
         K, h, n = circuit.params.count, self.size, s.heads * tokens
         self.primes = K, K - 1  # of scores, and of their squares
+        self.value_primes = K - 1
         self.part_scale = z.scale * circuit.w
         self.score_scale = self.part_scale**2 / circuit.lost(*self.primes)
         e = self.score_scale**2
@@ -288,9 +289,9 @@ class SquaredHeads:
 
     def parts(self, head: int) -> list[Cts]:
         """Queries, keys and values of one head, `size` for each token; queries only of what comes out. Reads z once."""
-        c, h, (K, fewer) = self.circuit, self.size, self.primes
+        c, h, (K, _) = self.circuit, self.size, self.primes
         tokens = self.z.n // self.width
-        out = [c.ev.zeros(n * h, 2, k) for n, k in ((self.outs, K), (tokens, K), (tokens, fewer))]
+        out = [c.ev.zeros(n * h, 2, k) for n, k in ((self.outs, K), (tokens, K), (tokens, self.value_primes))]
         for first, some in ((0, range(self.outs)), (1, range(self.outs, tokens))):
             rows = np.concatenate([np.arange(h) + p * self.width + head * h for p in range(first, 3)])
             made = c.linear(self.w[rows], self.bias[rows], len(rows), self.z, self.width)  # type: ignore[index]

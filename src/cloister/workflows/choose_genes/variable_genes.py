@@ -143,7 +143,7 @@ def contribution(params: Params, mine: Cells, common: Sequence[str]) -> Contribu
         rows = Rows(len(of), None if donor is None else donor[of], least)
         if len(of) < params.min_batch or not rows.groups(np.zeros(len(of), np.int64), 1).open[0]:
             continue
-        x = model.capped(rows_of(mine, of)[:, at], rows.donor, least.min_cells, least.min_donors)
+        x = model.capped(gene_moments.rows_of(mine.cells.x, of)[:, at], rows.donor, least.min_cells, least.min_donors)
         rank = model.ranked(model.normalised_variance(model.trimmed(x, least.min_cells)), params.n_top)
         hits.append(rank >= 0)
         ranks.append(np.maximum(rank, 0))
@@ -158,18 +158,6 @@ def contribution(params: Params, mine: Cells, common: Sequence[str]) -> Contribu
     number = rows.counted(np.ones(len(sizes)), of_batches[:, 0], None if donor is None else of_batches[:, 1])
     parts = [rows.counted(np.array(v, np.float64).reshape(-1, g), behind, whose) for v in (hits, ranks)]
     return join([number.map(lambda v: v.sum(keepdims=True)), *(part.map(lambda v: v.sum(axis=0)) for part in parts)])
-
-
-def rows_of(mine: Cells, of: I64) -> scipy.sparse.csr_matrix:
-    """Counts of some cells; a matrix on disk is read in runs."""
-    x = mine.cells.x
-    if hasattr(x, "tocsr") or isinstance(x, np.ndarray):
-        return scipy.sparse.csr_matrix(x[of], dtype=np.float64)
-    step, parts = max(1, gene_moments.BLOCK // max(1, x.shape[1])), []
-    for start in range(0, x.shape[0], step):
-        block = scipy.sparse.csr_matrix(x[start : min(start + step, x.shape[0])], dtype=np.float64)
-        parts.append(block[of[(of >= start) & (of < start + step)] - start])
-    return scipy.sparse.vstack(parts).tocsr()
 
 
 def donors_of(x: scipy.sparse.csc_matrix, donor: I64) -> I64:

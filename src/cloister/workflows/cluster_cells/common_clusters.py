@@ -18,8 +18,9 @@ Reveals
 coordinator, site : what `shared_prototypes` reveals, and nothing more: clusters follow from it. Which cluster a cell is
     in, only its own site knows.
 malicious coordinator : the same. It can choose among partitions of nearly the best modularity, and so move a border
-    past one cell between two runs. A protocol that opens sums per cluster after each (`find-markers`) then opens
-    that cell by subtraction, unless the site compares the labels of its runs.
+    past one cell between two runs. A protocol that opens sums per cluster after each (`find-markers`) would then open
+    that cell by subtraction. Between machines a site compares the groups of all its runs, and refuses the second
+    (docs/security/disclosure.md); the refusal shows that 1 to t - 1 of its cells are between the borders.
 one malicious site : the same as of `shared_prototypes`. It can make the clusters wrong, and move borders by its sums.
 coordinator with k sites : as `shared_prototypes`.
 

@@ -34,7 +34,9 @@ class Options:
     min_donors: int = option(
         3, "smallest number of a site's own donors behind any opened number, with donor_key", opens=True
     )
-    label_key: str = option("cell_type", "column of obs that is set against the clusters in the figures, if it exists")
+    label_key: str = option(
+        "cell_type", "column of obs that is set against the clusters in the figures, if it exists", drawn=True
+    )
     key_added: str = option("cluster", "name in obs")
 
     def __post_init__(self) -> None:

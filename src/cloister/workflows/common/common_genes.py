@@ -9,7 +9,7 @@ Reveals
 -------
 coordinator : which genes each site measured, how it names them, and whether it holds counts, log or scaled values.
 site : the genes in common, and the kind of values, which is its own.
-lying coordinator, one lying site : nothing more.
+malicious coordinator, one malicious site : nothing more.
 
 Assumes
 -------

@@ -8,8 +8,9 @@ Two embeddings of the same width look alike, and cells of two spaces can be comp
 Reveals
 -------
 coordinator, site : the digest, which sites of one study share.
-lying coordinator : the same. It can let different spaces pass as one, which gives wrong labels and tells it nothing.
-one lying site : the same.
+malicious coordinator : the same. It can let different spaces pass as one, which gives wrong labels and tells it
+    nothing.
+one malicious site : the same.
 
 Assumes
 -------

@@ -108,7 +108,7 @@ class Part:
     group: I64
     covariates: tuple[F64 | tuple[str, ...], ...]
     counts: F64  # (n, genes or cell types)
-    library: F64  # (n,)
+    library: F64  # (n,), counts over all genes of the site, or all cells
     cells: I64  # (n,), cells behind each sample
     thresholds: Thresholds
     donors: float = 0.0  # effective number: 1 / the largest leverage of a donor in what is opened of this table
@@ -214,6 +214,7 @@ def part_of(t: Table, mine: Donors) -> Part:
     rows: I64 = np.arange(len(mine.group))
     counts: F64 = np.zeros((0, len(t.names)))
     cells: I64 | None = None
+    library: F64 | None = None
     if t.composition:
         nothing = np.zeros(len(rows))
         counts = np.stack([mine.cells.get(k, nothing) for k in t.names], axis=1).astype(np.float64)
@@ -221,11 +222,13 @@ def part_of(t: Table, mine: Donors) -> Part:
     elif t.label in mine.bulks:
         bulk = mine.bulks[t.label]
         rows, counts, cells = bulk.rows, bulk.counts[:, match_genes(list(mine.names), t.names)], bulk.cells
+        library = bulk.counts.sum(axis=1)  # over all genes of the site: others choose the common ones too
     else:
         rows = rows[:0]
     here = tuple(tuple(c[i] for i in rows) if isinstance(c, tuple) else c[rows] for c in mine.covariates)
     size = np.full(len(rows), mine.thresholds.min_cells) if cells is None else cells
-    part = Part(mine.donor[rows], mine.group[rows], here, counts, counts.sum(axis=1), size, mine.thresholds)
+    library = counts.sum(axis=1) if library is None else library
+    part = Part(mine.donor[rows], mine.group[rows], here, counts, library, size, mine.thresholds)
     part = part if t.composition else replace(part, least_count=LEAST_COUNT)
     return admitted(t.params, part.only(np.flatnonzero(part.library > 0)), t.opened)
 

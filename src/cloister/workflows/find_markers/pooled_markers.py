@@ -2,7 +2,7 @@
 
     L1   u, S    common genes, common seed      genes that every site measured; a secret of the sites, for checked sums
          u, S    common labels                  names of labels with at least t cells of d donors at a site
-    L2   u       y = target · x / Σ_g x; l = log(1 + y)
+    L2   u       y = target · x / Σ_g x, over all genes of u; l = log(1 + y)
                  n_k; m_kg, Σ_k l, Σ_k l²       cells of label k; those that express gene g; sums over the label
                  δ_ak = log2((ȳ_ak + ε) / (ȳ_a,rest + ε))       for each donor a with t cells of k and t of the rest
     L3   u, S    checked sum of n_k, m_kg, Σ l, Σ l²; and where donors are named of A_k, A_kg, Σ δ, Σ δ², w_kg
@@ -14,12 +14,15 @@ The figures over cells are those of scanpy's `rank_genes_groups` (method t-test)
 below. Cells of one donor are not independent: p over cells ranks genes, p over donors tests them.
 
 A site's part of the sum is limited as follows. t and d are `min_cells` and `min_donors`, or more where the site's own
-settings say so. Nothing in it depends on a value that another party sends, but the choice of common genes.
+settings say so. Nothing in it depends on a value that another party sends: common genes decide which columns are added
+up, and no value of a column.
 
+- Of a donor that has more than half of the cells of a label at the site, those that are too many are left out.
 - Labels with fewer than t cells or d donors of the site are one group, "others". It belongs to the rest of every label,
   and is left out if it does not reach t and d itself.
-- An entry (k, g) is zero unless t cells of d donors of label k express g here. All such entries of a gene are added to
-  "others", which is zero unless t cells of d donors express g in it.
+- An entry (k, g) is zero unless t cells of d donors of label k express g here, or if one cell has more than three
+  quarters of Σ l² or one donor more than nine tenths of Σ y. All such entries of a gene are added to "others", which is
+  zero unless t cells of d donors express g in it.
 - If fewer than t cells of label k do not express g, m_kg is n_k. Otherwise, if these are of fewer than d donors, m_kg
   is zero, and the site's cells of k do not count in the fraction: w_kg is n_k, and 0 for all others. The same of
   "others", with all cells of the labels whose entry was added to it; it has no w.
@@ -35,7 +38,7 @@ coordinator, site : over all sites together, per label: cells and donors; per la
     mean and variance, and over donors mean and variance of the log ratio. A label that one site alone has: that site's.
     With two sites: the other's sums.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort. It can leave out genes
-    from those in common, and so change what values are normalised by.
+    from those in common.
 one malicious site : the same, less its own part. By the genes that it claims to have it can do the same as the
     coordinator. It can make the result wrong.
 coordinator with k sites : these sums over the other sites, so with all but one those of the last site.
@@ -67,7 +70,7 @@ import scipy.stats
 
 from cloister.arrays import F64, I64, Bits
 from cloister.cells import genes
-from cloister.disclosure import Contribution, Rows, Thresholds, join
+from cloister.disclosure import Contribution, Rows, Shares, Thresholds, join
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.voom import false_discovery
 from cloister.mpc.crypto.agreement import Identity
@@ -188,10 +191,13 @@ def opened_labels(params: Params, mine: Cells) -> Cells:
     names = sorted({name for name in mine.labels if name is not None})
     at = {name: i for i, name in enumerate(names)}
     codes = np.array([-1 if name is None else at[name] for name in mine.labels], np.int64)
-    keep = Rows(len(codes), mine.cells.donor, least).open_rows(codes, len(names))
-    small = (codes >= 0) & ~keep
-    rest = OTHERS if Rows(len(codes), mine.cells.donor, least).open_rows(np.where(small, 0, -1), 1).any() else None
-    labels = tuple(rest if few else n for n, few in zip(mine.labels, small, strict=True))
+    rows = Rows(len(codes), mine.cells.donor, least)
+    keep = rows.balanced_rows(codes, len(names))
+    small = (codes >= 0) & ~np.isin(codes, codes[keep])
+    others = rows.balanced_rows(np.where(small, 0, -1), 1)
+    labels = tuple(
+        name if own else OTHERS if rest else None for name, own, rest in zip(mine.labels, keep, others, strict=True)
+    )
     return replace(mine, labels=labels, thresholds=least)
 
 
@@ -204,6 +210,7 @@ class Sums:
     value: F64  # Σ y, (a, K + 1, g)
     log: F64  # (K + 1, g)
     square: F64  # (K + 1, g)
+    largest: F64  # largest l², (K + 1, g)
 
 
 def sums_of(params: Params, mine: Cells, common: Sequence[str], labels: Sequence[str]) -> tuple[Sums, I64]:
@@ -214,7 +221,7 @@ def sums_of(params: Params, mine: Cells, common: Sequence[str], labels: Sequence
     a = int(donor.max(initial=-1)) + 1
     sums = Sums(
         np.zeros((a, K), np.int64), np.zeros((a, K, g), np.int64), np.zeros((a, K, g)), np.zeros((K, g)),
-        np.zeros((K, g)),
+        np.zeros((K, g)), np.zeros((K, g)),
     )  # fmt: skip
     np.add.at(sums.cells, (donor[codes >= 0], codes[codes >= 0]), 1)
     start = 0
@@ -230,7 +237,9 @@ def sums_of(params: Params, mine: Cells, common: Sequence[str], labels: Sequence
         sums.value += (by_both @ y).toarray().reshape(a, K, g)
         by_label = one_hot(k, K)
         sums.log += (by_label @ log).toarray()
-        sums.square += (by_label @ log.multiply(log)).toarray()
+        log.data = np.square(log.data)
+        sums.square += (by_label @ log).toarray()
+        np.maximum.at(sums.largest.reshape(-1), np.repeat(k * g, np.diff(log.indptr)) + log.indices, log.data)
     return sums, codes
 
 
@@ -245,12 +254,17 @@ def contribution(params: Params, mine: Cells, common: Sequence[str], labels: Seq
     least, tables = rows.thresholds, [sums.log.copy(), sums.square.copy()]
     expressing = sums.expressing.copy()
     people = (expressing > 0).sum(axis=0) if params.donors else None
-    open_ = rows.sized(expressing.sum(axis=0)[:K].ravel(), None if people is None else people[:K].ravel())
+    largest, value = sums.largest.copy(), sums.value.copy()
+    shares = shares_of(params, sums.square[:K], largest[:K], value[:, :K])
+    open_ = rows.sized(expressing.sum(axis=0)[:K].ravel(), None if people is None else people[:K].ravel(), shares)
     shown = open_.open.reshape(K, -1)
     for table in (*tables, *expressing):  # entries below a threshold go to the others
         table[K] += (table[:K] * ~shown).sum(axis=0)
         table[:K] *= shown
+    largest[K] = np.maximum(largest[K], (largest[:K] * ~shown).max(axis=0, initial=0.0))
+    value[:, K] += (value[:, :K] * ~shown).sum(axis=1)
     m = expressing.sum(axis=0)
+    shares = shares_of(params, tables[1], np.where(tables[1] > 0, largest, 0.0), value)
     people = (expressing > 0).sum(axis=0) if params.donors else None
     members = sums.cells[:, :, None] * np.ones((1, 1, len(common)), np.int64)  # by donor, those of an entry's cells
     members[:, K] += (members[:, :K] * ~shown).sum(axis=1)
@@ -264,11 +278,17 @@ def contribution(params: Params, mine: Cells, common: Sequence[str], labels: Seq
         counted, withheld = np.where(of_few, 0, counted), np.where(of_few[:K], size[:K], 0.0)
     rounded = [np.rint(table * UNIT) / UNIT for table in tables]
     parts = [rows.grouped(codes, K + 1)]
-    parts += [rows.counted(x.astype(np.float64), m, people) for x in (counted, *rounded)]
+    parts += [rows.counted(x.astype(np.float64), m, people, shares) for x in (counted, *rounded)]
     if params.donors:
         parts += donor_parts(params, rows, sums)
         parts.append(rows.counted(withheld, m[:K], None if people is None else people[:K]))
     return join(parts)
+
+
+def shares_of(params: Params, square: F64, largest: F64, value: F64) -> Shares:
+    """By label and gene: which part of Σ l² one cell has, and which part of Σ y one donor."""
+    of_donor = Shares.of(value.sum(axis=0), donor=value.max(axis=0, initial=0.0)) if params.donors else Shares()
+    return replace(of_donor, cell=Shares.of(square, largest).cell)
 
 
 def donor_parts(params: Params, rows: Rows, sums: Sums) -> list[Contribution]:
@@ -394,6 +414,7 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
     opened = OpenedSums(ch, NAME, params.sites, params.coordinator, entropy, identity)
     await opened.begin()
     labels = (await common_labels.site(ch.sub("labels", params.common_labels), params.common_labels, own)).labels
+    gene_moments.warn_of_share(params, mine.cells, agreed.names)
     return await follow(opened, params, labels, agreed.names, mine)
 
 

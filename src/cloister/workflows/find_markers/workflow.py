@@ -37,9 +37,9 @@ class Options:
         "index", "gene names to match by: as they stand, or symbols or Ensembl ids from var"
     )
     library_key: str | None = option(
-        None, "column of obs with each cell's library size; the sum of common genes if none"
+        None, "column of obs with library sizes; by default the sum over all genes of the file"
     )
-    target_sum: float = option(1e4, "counts per cell after normalisation")
+    target_sum: float = option(1e4, "counts per cell after normalisation", retired=True)
     min_cells: int = option(10, "smallest number of a site's own cells behind any opened number", opens=True)
     donor_key: str | None = option(None, "column of obs with donors; with it, labels are compared over donors as well")
     min_donors: int = option(

@@ -67,7 +67,7 @@ from cloister.mpc.crypto.agreement import Identity, bind, hkdf
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.sums import common_seed, consistency_check, pooled_scaling
-from cloister.mpc.sums.pooled_queries import Asking, Part, Plain, Tally, answer_plainly
+from cloister.mpc.sums.pooled_queries import Asking, Part, Plain, Totals, answer_plainly
 from cloister.mpc.sums.pooled_scaling import Scaling
 from cloister.study import Party
 from cloister.workflows.common import common_genes
@@ -202,7 +202,7 @@ class Geometry:
 
 
 async def grow(
-    params: Params, tally: Tally, rows: int, width: int, geometry: Geometry | None, here: Sequence[Grown]
+    params: Params, totals: Totals, rows: int, width: int, geometry: Geometry | None, here: Sequence[Grown]
 ) -> Outline:
     """L5 and L6, the same code at every party; without `geometry` and rows at the coordinator."""
     depth = iforest.depth_limit(params.size(rows))
@@ -226,7 +226,7 @@ async def grow(
                 return lambda: own.ends(grid, pending, axes)
 
             parts = [part(own) for own in here]
-            first, last, coin = await find_ranges(tally, grid, len(pending), len(params.sites), parts)  # L5
+            first, last, coin = await find_ranges(totals, grid, len(pending), len(params.sites), parts)  # L5
             opened.append((pending, first, last))
             there, wide = first <= last, first < last
             if geometry is not None and axes is not None:
@@ -348,7 +348,7 @@ async def coordinator(ch: Channel, params: Params) -> Outline:
     return outline
 
 
-async def _cuts(params: Params, ask: Tally, rows: int, own: Sequence[Scored]) -> F64 | None:
+async def _cuts(params: Params, ask: Totals, rows: int, own: Sequence[Scored]) -> F64 | None:
     """L7, if a fraction is to be cut off."""
     if params.contamination is None:
         return None
@@ -394,7 +394,7 @@ def grow_plainly(
     secret: bytes,
     rng: np.random.Generator,
     donors: Mapping[Party, I64] | None = None,
-    tally: Tally | None = None,
+    totals: Totals | None = None,
 ) -> tuple[Outline, Geometry]:
     """Grow over several sites' rows in one place: what the protocol opens, without the protocol."""
     whose: Sequence[I64 | None] = [None] * len(xs) if donors is None else list(donors.values())
@@ -403,5 +403,5 @@ def grow_plainly(
         for x, d in zip(xs, whose, strict=True)
     ]
     geometry = Geometry(secret, usable(params, scaling))
-    work = grow(params, tally or Plain(), scaling.rows, xs[0].shape[1], geometry, here)
+    work = grow(params, totals or Plain(), scaling.rows, xs[0].shape[1], geometry, here)
     return answer_plainly(work), geometry

@@ -38,7 +38,7 @@ import numpy as np
 from cloister.arrays import F64, I64
 from cloister.disclosure import Contribution, Rows
 from cloister.errors import ProtocolAbort
-from cloister.mpc.sums.pooled_queries import Tally
+from cloister.mpc.sums.pooled_queries import Totals
 
 NAME = "node_ranges"
 KNEE = 0.25  # the grid is linear around 0 and exponential beyond this many scales
@@ -84,7 +84,7 @@ def check_answers(counts: I64, sites: int, said: Sequence[I64]) -> None:
 
 
 async def find_ranges(
-    tally: Tally, grid: Grid, nodes: int, sites: int, parts: Sequence[Callable[[], Contribution]]
+    totals: Totals, grid: Grid, nodes: int, sites: int, parts: Sequence[Callable[[], Contribution]]
 ) -> tuple[I64, I64, bytes]:
     """First and last cell of each node, first > last where no site has a range; and the coin of the sum."""
     edges = grid.cells - 1
@@ -99,7 +99,7 @@ async def find_ranges(
 
         return make
 
-    counts, coin = await tally.total([kept(p) for p in parts], nodes * 2 * edges, sites, line="L5", what=what)
+    counts, coin = await totals.total([kept(p) for p in parts], nodes * 2 * edges, sites, line="L5", what=what)
     check_answers(counts := counts.reshape(nodes, 2, edges), sites, said)
     some = counts > 0
     return (~some[:, 0]).sum(axis=1), some[:, 1].sum(axis=1), coin

@@ -36,7 +36,7 @@ import numpy as np
 
 from cloister.arrays import F64, I64
 from cloister.disclosure import Contribution, Rows, join
-from cloister.mpc.sums.pooled_queries import Part, Tally
+from cloister.mpc.sums.pooled_queries import Part, Totals
 
 PROTOCOL = "share_cuts"
 
@@ -71,7 +71,7 @@ class Scored:
         return join([one(*each) for each in zip(self.codes, self.mean, cuts, strict=True)])
 
 
-async def find_cuts(tally: Tally, forests: int, allowed: int, own: Sequence[Scored]) -> F64:
+async def find_cuts(totals: Totals, forests: int, allowed: int, own: Sequence[Scored]) -> F64:
     """Per forest, the lowest cut on a grid of 16³ steps above which at most `allowed` rows count."""
     low, width = np.zeros(forests), 1.0
 
@@ -82,7 +82,7 @@ async def find_cuts(tally: Tally, forests: int, allowed: int, own: Sequence[Scor
             return lambda: scored.above(cuts)
 
         what = f"rows that score above {cuts.size} cuts"
-        counts, _ = await tally.total([part(s) for s in own], cuts.size, MOST, line="L7", what=what)
+        counts, _ = await totals.total([part(s) for s in own], cuts.size, MOST, line="L7", what=what)
         low += width / CUTS * (counts.reshape(cuts.shape) > allowed).sum(axis=1)  # L2
         width /= CUTS
     return low + width

@@ -75,7 +75,7 @@ class Options:
     key_bits: int = option(3072, "size of the Paillier keys, in bits", modes=PAPER)
     bound: float = option(float(2**30), "largest absolute value of a masked row", modes=PAPER)
     label_key: str | None = option(
-        None, "column of obs with labels; a warning is printed if flags concentrate on one label"
+        None, "column of obs with labels; a warning is printed if flags concentrate on one label", drawn=True
     )
 
     def __post_init__(self) -> None:

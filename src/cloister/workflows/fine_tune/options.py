@@ -16,7 +16,9 @@ IMAGES = ("cnn", "resnet", "vit")
 class Options:
     label_key: str = option("cell_type", "column of obs with the labels, NaN where missing")
     model: Literal["mlp", "scgpt", "cnn", "resnet", "vit"] = option("mlp", "network to train")
-    use_rep: str | None = option("X_pca", "key of obsm with the inputs of an MLP; X if none")
+    use_rep: str | None = option(
+        "X_shared_pca", "key of obsm with the inputs of an MLP, one space of all sites as from shared-pca; X if none"
+    )
     labels: tuple[str, ...] = option((), "complete list of label names; if empty, the sites' names are collected")
     rounds: int = option(20, "number of rounds")
     clients_per_round: int = option(0, "number of sites that train per round; 0 for all", modes=PAPER)
@@ -26,7 +28,7 @@ class Options:
     batch_size: int = option(64, "cells per step; hardened mode always takes all cells")
     lr: float = option(0.0, "learning rate; 0 for 0.03 in hardened and 0.003 in published mode")
     schedule: Literal["constant", "cosine"] = option("constant", "learning-rate schedule over the rounds")
-    schedule_rounds: int = option(0, "length of a cosine schedule in rounds; 0 for the trained rounds")
+    schedule_rounds: int = option(0, "length of a cosine schedule in rounds; 0 for the trained rounds", retired=True)
     optimizer: Literal["adam", "sgd"] = option("adam", "optimiser of a site, started anew in every round", modes=PAPER)
     momentum: float = option(0.9, "momentum of sgd", modes=PAPER)
     weight_decay: float = option(0.0, "weight decay of the optimiser")
@@ -65,7 +67,7 @@ class Options:
         "accuracy", "validation score that chooses the best round"
     )
     patience: int = option(0, "validations without improvement before training stops; 0 for never")
-    update_bound: float = option(4.0, "largest absolute entry of an update", modes=PAPER)
+    update_bound: float = option(4.0, "largest absolute entry of an update", modes=PAPER, retired=True)
     donor_key: str | None = option(None, "column of obs with donor names; noise then protects donors instead of cells")
     dp_noise: float | None = option(
         None, "noise multiplier of differential privacy; by default 5 in hardened and 0 in published mode"
@@ -87,7 +89,7 @@ class Options:
     n_neighbors: int = option(10, "number of neighbours per cell in the graph of label propagation")
     alpha: float = option(0.99, "weight of a step along that graph, between 0 and 1")
     similarity_power: float = option(
-        1.0, "exponent of the similarities in that graph; a larger one favours near cells", modes=PAPER
+        1.0, "exponent of the similarities in that graph; a larger one favours near cells", modes=PAPER, retired=True
     )
     balance: bool = option(
         default=False, help="give the labels of every class the same total weight in that graph", modes=PAPER

@@ -26,6 +26,7 @@ from cloister.workflows.fine_tune.pseudo_labels import Pseudo
 from cloister.workflows.fine_tune.training_parts import Offer, Trained
 from cloister.workflows.fine_tune.training_terms import Params
 from cloister.workflows.modes import modes_of
+from cloister.workflows.one_space import note_on_space
 from cloister.workflows.options import privacy_budget
 from cloister.workflows.saved_models import load_model
 
@@ -364,7 +365,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
             f"{len(column)} labelled cells in adata.obs[{options.label_key!r}], fewer than min_cells = "
             f"{options.min_cells}; a sum over so few comes close to single cells, so leave this site out of the study"
         )
-    notes = []
+    notes = note_on_space(use_rep)
     if len(counts) == 1:
         notes.append(f"all labelled cells here are '{counts.index[0]}'; this site teaches the model nothing else")
     if options.donor_key is not None:

@@ -21,7 +21,7 @@ querier : a label per cell, or `unknown`; its share of the votes if asked for; t
     answer is one bit about references near the query cell: many synthetic cells locate them (budgets count cells).
 one malicious site with references : nothing. Its references, labels and their weights w are unverified input. A weight
     makes a row count as nearer or farther than it is, so the site can decide the labels of all query cells.
-site, computing party : padded sizes; the label names; nothing about any cell, lying or not. The order in which a
+site, computing party : padded sizes; the label names; nothing about any cell, malicious or not. The order in which a
     uniformly random shuffle put the rows is opened among the three; it is independent of all data.
 any two computing parties together : everything. A site that only gives inputs adds nothing to a coalition.
 

@@ -18,7 +18,7 @@ from cloister.study import Party, Study
 from cloister.workflows import Workflow
 from cloister.workflows.map_labels import mapping_terms, private_knn, reference_distances, verified_knn
 from cloister.workflows.modes import modes_of
-from cloister.workflows.one_space import agree_on_space
+from cloister.workflows.one_space import agree_on_space, note_on_space
 from cloister.workflows.options import check_levels, option
 
 if TYPE_CHECKING:
@@ -302,9 +302,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
         notes.append(
             f"adata.obs[{options.label_key!r}] is missing: these cells can be labelled, and are not references"
         )
-    if options.use_rep == "X_pca":
-        notes.append("X_pca is one space of all sites only if they computed it together; scanpy's is each file's own")
-    return notes
+    return notes + note_on_space(options.use_rep)
 
 
 # ---- the workflow ----------------------------------------------------------------------------------------------------
@@ -322,7 +320,9 @@ def warnings(study: Study, options: Options) -> list[str]:
     """Who computes, and what happens to cells that are like no reference, before anything starts."""
     notes = []
     if options.max_distance is None and not options.known_share:
-        notes.append("cells of a type that no reference has get a label too; known_share=0.98 calls some unknown, and few others")
+        notes.append(
+            "cells of a type that no reference has get a label too; known_share=0.98 calls some unknown, and few others"
+        )
     if study.mode == "plain":
         return notes
     return [*notes, who_computes(study, computing_parties(study, Party(options.query), options.computing))]

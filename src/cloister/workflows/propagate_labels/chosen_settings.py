@@ -27,8 +27,8 @@ two computing parties together : as in `shared_scores`.
 Assumes
 -------
 What `shared_scores` and `secure_sum` assume, and so not (a) of the server: it may tell one site other hits, and so have
-it choose another setting, which that site notices at the next step of the run. A lying server may use another S, and so
-make another setting win for all; a lying site may count other hits. Labels stay hidden.
+it choose another setting, which that site notices at the next step of the run. A malicious server may use another S,
+and so make another setting win for all; a malicious site may count other hits. Labels stay hidden.
 
 Cost
 ----

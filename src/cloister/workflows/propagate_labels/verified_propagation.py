@@ -30,7 +30,8 @@ what labels reveal : a site chooses its own points. Points that surround a vecto
     Every run reveals at most one label and one level for each point. A site's budget counts the points of every other
     site (`query_cells`) in `propagate-labels`; `fine-tune` does not count them.
 with `choose` : a site can make the index depend on one cell of another site: less than three bits in a run.
-lying coordinator : it may leave sites out, and run disjoint groups of sites apart. No site takes part in two openings.
+malicious coordinator : it may leave sites out, and run disjoint groups of sites apart. No site takes part in two
+    openings.
 
 Assumes
 -------

@@ -18,7 +18,7 @@ from cloister.session import Outcome, RemoteSession, Session
 from cloister.study import Study
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
-from cloister.workflows.one_space import agree_on_space
+from cloister.workflows.one_space import agree_on_space, note_on_space
 from cloister.workflows.options import WEAKER, option
 from cloister.workflows.propagate_labels import (
     private_propagation,
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Options:
     label_key: str = option("cell_type", "column of obs with the labels, NaN where missing")
-    use_rep: str = option("X_pca", "key of obsm with one space of all sites; X uses the matrix itself")
+    use_rep: str = option(
+        "X_shared_pca", "key of obsm with one space of all sites, from shared-pca, integrate or embed; X for the matrix"
+    )
     bits: int = option(4096, "length of a cell's binary code, in bits; longer codes give finer similarities")
     n_neighbors: int = option(5, "number of neighbours per cell in the graph")
     alpha: float = option(0.9, "weight of a step along the graph, between 0 and 1; a larger one carries labels farther")
@@ -62,7 +64,7 @@ class Options:
         modes=WEAKER,
     )
     class_means_from: int = option(
-        2, "minimum number of labels of a class over all sites to open its mean", modes=WEAKER
+        2, "minimum number of labels of a class over all sites to open its mean", modes=WEAKER, retired=True
     )
 
     def __post_init__(self) -> None:
@@ -198,8 +200,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
     if options.label_key not in adata.obs:
         there = ", ".join(repr(str(k)) for k in adata.obs) or "none"
         notes.append(f"adata.obs[{options.label_key!r}] is missing (there is {there}): all cells count as unlabelled")
-    if options.use_rep == "X_pca":
-        notes.append("X_pca must be one space for all sites, not each site's own PCA; shared-pca makes such a space")
+    notes += note_on_space(options.use_rep)
     if zeros := int((vectors == 0).all(axis=1).sum()):
         notes.append(f"{zeros} cells are all zero, and so have no direction: they lie at a right angle to all others")
     return notes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cloister import files
 from cloister.errors import DataError
 from cloister.models.linear import FORMAT, WITH_TYPICALITY
-from cloister.workflows.saved_models import integration
+from cloister.workflows.saved_models import integration, shared_map
 from cloister.workflows.saved_models.cell_classifier import CellClassifier
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def load_model(
     path: str | Path, pretrained: str | Path | None = None
-) -> CellClassifier | FineTuned | integration.Integration:
-    """The model in a file that `train-classifier`, `fine-tune` or `integrate` wrote.
+) -> CellClassifier | FineTuned | integration.Integration | shared_map.SharedMap:
+    """The model in a file that `train-classifier`, `fine-tune`, `integrate` or `shared-map` wrote.
 
     `pretrained` is the folder of the checkpoint that a fine-tuned scGPT stands on.
     """
@@ -37,6 +37,8 @@ def load_model(
         return CellClassifier.load(path)
     if kind == integration.FORMAT:
         return integration.Integration.load(path)
+    if kind == shared_map.FORMAT:
+        return shared_map.SharedMap.load(path)
     from cloister.workflows.saved_models.fine_tuned import FineTuned
 
     return FineTuned.load(path, pretrained)

@@ -151,7 +151,8 @@ class CellClassifier:
         like = shared_pca.Params((), "", model.kind, 2, 1, model.target_sum)  # type: ignore[arg-type]
         here = shared_pca.Cells(known, rows, library)
         chosen = match_genes(list(needed), list(model.genes))
-        y = scipy.sparse.vstack([y[:, chosen] for y in shared_pca.normalised(like, here, needed, len(needed))], "csr")
+        parts = shared_pca.normalised(like, here, needed, len(needed), of_model=True)
+        y = scipy.sparse.vstack([y[:, chosen] for y in parts], "csr")
         y.data = np.log1p(y.data)
         return y
 

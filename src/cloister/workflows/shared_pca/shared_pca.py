@@ -1,7 +1,7 @@
 """Shared PCA: the principal components of all sites' cells together, from two checked sums and no cell.
 
     L1   u, S    common genes              the genes every site measured, and whether they hold counts or log values
-    L2   u       y = target · x / Σ_g x    library-size normalisation of each cell over the common genes; l = log(1 + y)
+    L2   u       y = target · x / Σ_g x    library-size normalisation over all genes of the site; l = log(1 + y)
     L3   u, S    checked sum of n, Σy, Σy², Σl, Σl²    per gene; zero for genes that too few cells of u express
     L4   S ⇒ u   H, μ, σ, N                the genes of largest normalised dispersion, pooled mean and deviation of l
          u                                 these follow from the sums of L3
@@ -15,11 +15,12 @@ S broadcasts what follows from the sums so that it has the same digits at all si
 L3 to L7 begin again without it (`attempts`).
 
 "Too few" are the site's own thresholds (`disclosure`): `min_expressing` cells, of `min_donors` donors where donors are
-named. In a gene that too few of its cells express, a site counts all its cells as zero, in L3 and in L5. Clipping is
-the only step that depends on single values: the cells beyond a limit, and those within both, are groups of the site,
-and each is empty or large enough. If fewer cells are beyond a limit, they are not clipped there, and if fewer are
-within, none are; then Σz and Σz² follow from L3. A gene in which an unclipped value exceeds ten times the limit counts
-as zero.
+named. In a gene that too few of its cells express, or of which one donor has more than nine tenths of Σy², a site
+counts all its cells as zero, in L3 and in L5. Where one cell has more than three quarters of Σy², values above the
+`min_expressing`-th largest count as that one. Clipping is the only step that depends on single values: the cells beyond
+a limit, and those within both, are groups of the site, and each is empty or large enough. If fewer cells are beyond a
+limit, they are not clipped there, and if fewer are within, none are; then Σz and Σz² follow from L3. A gene in which an
+unclipped value exceeds ten times the limit counts as zero.
 
 The steps and their order are scanpy's (`normalize_total`, `log1p`, `highly_variable_genes` of flavour seurat, `scale`,
 `pca`), so the result is that of the pooled cells, up to the signs of the components and to the rules above. It corrects
@@ -80,15 +81,20 @@ from cloister.mpc.sums import checked_sum, common_seed, consistency_check, retry
 from cloister.study import Party
 from cloister.workflows.common import common_genes
 from cloister.workflows.common.gene_moments import (
+    BLOCK,
     LARGEST_LOG,
     Cells,
+    Values,
+    caps,
     choose_genes,
     expressing,
     join_sum,
     moments,
+    moments_of,
     normalised,
     split_sum,
     variance_of,
+    warn_of_share,
 )
 
 # steps that other files know by this name
@@ -170,7 +176,7 @@ class Space:
     variance: F64  # λ, (d,)
     total_variance: float
     cells: int  # of those who took part in L5
-    common: tuple[str, ...]  # all genes that the sites have in common: cells are normalised over these
+    common: tuple[str, ...]  # all genes that the sites have in common: cells that are placed are normalised over these
 
 
 @message("L4")
@@ -193,10 +199,16 @@ class Components:  # S → u
 def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Any]:
     """The PCA of the pooled cells, each site's by its own rules; and every site's cells in it."""
     common = tuple(genes.genes_in_common({u: c.names for u, c in xs.items()}))
-    own = [Own.of(params, c, common, params.thresholds) for c in xs.values()]
+    own = [Own(params, c, common, params.thresholds) for c in xs.values()]
     x = np.concatenate(
         [
-            np.concatenate([y.toarray() for y in normalised(params, o.mine, common, len(common))]) * o.genes.open
+            np.concatenate(
+                [
+                    np.minimum(y.toarray(), np.inf if o.cap is None else o.cap)
+                    for y in normalised(params, o.mine, common, len(common))
+                ]
+            )
+            * o.genes.open
             for o in own
         ]
     )
@@ -253,47 +265,72 @@ def products_length(chosen: int) -> int:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Of one space at one site (L5)."""
+
+    lower: F64  # limits of z per gene, infinite where it is not clipped
+    upper: F64
+    zero: Bits  # genes that count as zero
+    spread: F64  # Σ (l - μ)²
+
+
 class Own:
     """One site's cells with its thresholds: which genes count as zero here, and where values are clipped."""
 
-    params: Params
-    mine: Cells
-    common: tuple[str, ...]
-    rows: Rows
-    genes: Groups  # cells and donors that express each common gene
-
-    @staticmethod
-    def of(params: Params, mine: Cells, common: tuple[str, ...], least: Thresholds) -> Own:
-        rows = Rows(mine.x.shape[0], mine.donor, least)
-        return Own(params, mine, common, rows, rows.sized(*expressing(params, mine, common)))
+    def __init__(self, params: Params, mine: Cells, common: tuple[str, ...], least: Thresholds) -> None:
+        self.params, self.mine, self.common = params, mine, common
+        self.rows = Rows(mine.x.shape[0], mine.donor, least)
+        self.values = Values(params, mine, common)
+        found = expressing(self.values)
+        self.genes: Groups = self.rows.sized(found.cells, found.donors, found.one_donor)
+        self.cap = caps(self.values, found, least.min_cells)  # of y per gene, where one cell would have most of Σy²
+        self.last: tuple[Chosen, list[F64] | None, Limits] | None = None  # a space, l of its genes, and its limits
 
     def sums(self) -> Contribution:
         """L3: n, Σy, Σy², Σl, Σl²."""
-        n, *rest = np.split(moments(self.params, self.mine, self.common), 1 + len(self.common) * np.arange(4))
+        n, *rest = np.split(moments_of(self.values, self.cap), 1 + len(self.common) * np.arange(4))
         part = self.rows.summed(self.genes, np.stack(rest, axis=1))
         whole = self.rows.whole(n)
         return replace_values(part, np.concatenate([whole.values, part.values.T.ravel()]))
 
     def logs(self, space: Chosen) -> Iterator[F64]:
         """L of the chosen genes, some cells at a time; zero where the gene counts as zero here."""
+        if self.last is not None and self.last[0] is space and self.last[1] is not None:
+            yield from self.last[1]
+            return
         keep = self.genes.open[space.at]
-        for y in normalised(self.params, self.mine, self.common, len(space.at)):
-            yield np.log1p(y[:, space.at].toarray()) * keep
+        cap = None if self.cap is None or np.isinf(self.cap[space.at]).all() else self.cap[space.at]
+        for y in self.values:
+            log = y[:, space.at].toarray()
+            if cap is not None:
+                np.minimum(log, cap, out=log)
+            np.log1p(log, out=log)
+            log[:, ~keep] = 0.0
+            yield log
 
-    def limits(self, space: Chosen) -> tuple[F64, F64, Bits]:
-        """L5: lower and upper limit of z per gene, infinite where it is not clipped; and genes that count as zero."""
+    def limits(self, space: Chosen) -> Limits:
+        """L5: of this space; l is held from here on where it is not too large."""
+        if self.last is not None and self.last[0] is space:
+            return self.last[2]
         h, bound, start = len(space.at), self.params.bound, 0
         donors = 0 if self.mine.donor is None else int(self.mine.donor.max(initial=-1)) + 1
         cells, who = np.zeros((3, h), np.int64), np.zeros((3, donors, h), bool)
-        largest = np.zeros(h)
+        largest, spread, held = np.zeros(h), np.zeros(h), []
         for log in self.logs(space):
-            z = (log - space.mean) / space.deviation
-            largest = np.maximum(largest, np.abs(z).max(axis=0, initial=0.0))
-            for k, inside in enumerate((z < -bound, np.abs(z) <= bound, z > bound)):
+            if self.rows.n * h <= BLOCK:
+                held.append(log)
+            z = log - space.mean
+            spread += np.einsum("ij,ij->j", z, z)
+            z /= space.deviation
+            largest = np.maximum(largest, np.maximum(z.max(axis=0, initial=0.0), -z.min(axis=0, initial=0.0)))
+            for k, inside in ((0, z < -bound), (2, z > bound)):
                 cells[k] += inside.sum(axis=0)
                 if self.mine.donor is not None:
                     np.logical_or.at(who[k], self.mine.donor[start : start + len(z)], inside)
+            if self.mine.donor is not None:
+                np.logical_or.at(who[1], self.mine.donor[start : start + len(z)], np.abs(z) <= bound)
             start += len(z)
+        cells[1] = start - cells[0] - cells[2]
 
         def enough(*parts: int) -> Bits:
             together = cells[list(parts)].sum(axis=0)
@@ -306,7 +343,9 @@ class Own:
         lower, upper = np.where(low & free, -bound, -np.inf), np.where(high & free, bound, np.inf)
         few = ~(low & free) | ~(high & free)
         zero = (few & (largest > REACH * bound)) | ~self.genes.open[space.at]
-        return lower, upper, zero
+        found = Limits(lower, upper, zero, spread)
+        self.last = (space, held or None, found)
+        return found
 
     def products(self, space: Chosen) -> Contribution:
         """L5: n, Σz, Σzzᵀ (upper triangle) as one vector.
@@ -315,34 +354,36 @@ class Own:
         and Σ u_g u_h. The last one rests on the cells that express both genes. Where these are some, but too few, it is
         replaced by its expectation for independent genes, Σu_g Σu_h / n.
         """
-        h, n = len(space.at), self.rows.n
-        lower, upper, zero = self.limits(space)
-        lower = np.where(zero, -self.params.bound, lower)
+        h, n, found = len(space.at), self.rows.n, self.limits(space)
+        zero, upper, lower = found.zero, found.upper, np.where(found.zero, -self.params.bound, found.lower)
         base = np.clip(-space.mean / space.deviation, lower, upper)  # z(0)
+        top = upper - base
         pairs = Pairs(h, self.mine.donor)
         total, square = np.zeros(h), np.zeros((h, h))
         for log in self.logs(space):
-            u = np.clip((np.where(zero, 0.0, log) - space.mean) / space.deviation, lower, upper) - base
+            u = log - space.mean
+            u /= space.deviation
+            np.maximum(u, lower, out=u)
+            np.minimum(u, upper, out=u)
+            u -= base
+            u[:, zero] = 0.0
             total += u.sum(axis=0)
             square += u.T @ u
-            pairs.add(u != 0, u + base >= upper)
+            pairs.add(u != 0, u >= top)
         triangle = np.triu_indices(h)
-        groups = pairs.groups(self.rows, np.isfinite(upper))
+        groups = pairs.groups(self.rows, np.isfinite(upper), triangle)
         part = self.rows.summed(groups, square[triangle])
-        expected = np.outer(total, total) / max(n, 1)
-        square[triangle] = np.where(groups.open | groups.empty, part.values, expected[triangle])
-        square = np.triu(square) + np.triu(square, 1).T
-        whole = n * np.outer(base, base) + np.outer(base, total) + np.outer(total, base) + square
-        sums = self.rows.whole(np.concatenate([[float(n)], total + n * base, whole[triangle]]))
+        g, k = triangle
+        products = np.where(groups.open | groups.empty, part.values, total[g] * total[k] / max(n, 1))
+        products += (n * base[g] + total[g]) * base[k] + base[g] * total[k]
+        sums = self.rows.whole(np.concatenate([[float(n)], total + n * base, products]))
         return replace_values(part, sums.values)
 
     def check_spread(self, space: Chosen) -> None:
         """L4: cells of one site spread no more around the pooled mean than all cells do."""
         if not self.params.scale:
             return
-        spread = np.zeros(len(space.at))
-        for log in self.logs(space):
-            spread += np.square(log - space.mean).sum(axis=0)
+        spread = self.limits(space).spread
         most = (space.cells - 1) * np.square(space.deviation)
         if np.any(spread > most * (1 + 1e-6) + 1e-6 + 1e-13 * space.cells * self.params.largest_log**2):  # rounding
             raise ProtocolAbort(NAME, "L4", "spread", "a pooled deviation is smaller than this site's cells allow")
@@ -361,34 +402,40 @@ class Pairs:
         rows = slice(self.seen, self.seen + len(expressed))
         self.seen = rows.stop
         self.both += _together(expressed)
-        if clipped.any():
-            self.clipped += _together(clipped)
+        at = np.flatnonzero(clipped.any(axis=0))
+        if len(at):
+            self.clipped[np.ix_(at, at)] += _together(clipped[:, at])
         if self.donor is None:
             return
         for who in np.unique(self.donor[rows]):
             there = _together(expressed[self.donor[rows] == who]) > 0
             self.found[int(who)] = there | self.found.get(int(who), np.zeros_like(there))
 
-    def groups(self, rows: Rows, limited: Bits) -> Groups:
+    def groups(self, rows: Rows, limited: Bits, triangle: tuple[I64, I64]) -> Groups:
         """Of the pairs of the upper triangle. Where both genes are clipped, every part of the cells must be large."""
-        triangle = np.triu_indices(len(self.both))
         donors = None
         if self.donor is not None:
             donors = np.stack([*self.found.values()]).sum(axis=0)[triangle]
         groups = rows.sized(self.both[triangle], donors)
-        own, n = np.diag(self.clipped), self.seen
-        parts = (self.clipped, own[:, None] - self.clipped, own[None] - self.clipped,
-                 n - own[:, None] - own[None] + self.clipped)  # fmt: skip
+        at = np.flatnonzero(np.diag(self.clipped))  # of other genes, the parts were judged when these were limited
+        if not len(at):
+            return groups
+        both, n = self.clipped[np.ix_(at, at)], self.seen
+        own = np.diag(both)
+        parts = (both, own[:, None] - both, own[None] - both, n - own[:, None] - own[None] + both)
         least = rows.thresholds.min_cells
-        few = np.any([(part > 0) & (part < least) for part in parts], axis=0) & np.logical_and.outer(limited, limited)
-        off = few & ~np.eye(len(few), dtype=bool)  # a gene with itself: its parts were judged when it was limited
+        few = np.any([(part > 0) & (part < least) for part in parts], axis=0)
+        few &= np.logical_and.outer(limited[at], limited[at])
+        np.fill_diagonal(few, val=False)  # a gene with itself: its parts were judged as well
+        off = np.zeros(self.both.shape, bool)
+        off[np.ix_(at, at)] = few
         return replace(groups, open=groups.open & ~off[triangle])
 
 
 def _together(marks: Bits) -> I64:
     """Rows that have both marks, for every two columns."""
     x = marks.astype(np.float32)  # exact up to 2^24 rows at a time
-    counts: I64 = np.rint(x.T @ x).astype(np.int64)
+    counts: I64 = (x.T @ x).astype(np.int64)
     return counts
 
 
@@ -420,11 +467,15 @@ def decompose(cov: F64, d: int) -> tuple[F64, F64]:
 
 
 def place(params: Params, space: Space, mine: Cells) -> F64:
-    """L7: cells that have the common genes, put into a space, (n, d); also one that was made earlier."""
+    """L7: cells that have the common genes, put into a space, (n, d); also one that was made earlier.
+
+    Cells are normalised over the common genes here, so that files with more or fewer other genes are placed alike.
+    Where these carry all counts of a site, this is y of L2.
+    """
     at = {name: i for i, name in enumerate(space.common)}
     chosen = np.array([at[name] for name in space.genes])
     parts = []
-    for y in normalised(params, mine, space.common, len(chosen)):
+    for y in normalised(params, mine, space.common, len(chosen), of_model=True):
         z = standardise(params, np.log1p(y[:, chosen].toarray()), space.mean, space.deviation)
         parts.append((z - space.center) @ space.components)
     return np.concatenate(parts)
@@ -505,11 +556,12 @@ async def site(
     S, least = params.coordinator, params.thresholds
     if thresholds is not None:
         least = least.raised({"min_cells": thresholds.min_cells, "min_donors": thresholds.min_donors})
-    Rows(mine.x.shape[0], mine.donor, least).check()
+    Rows(mine.x.shape[0], mine.donor, least).check(magnitudes=True)
 
     agreement = common_genes.Params(params.sites, S)
     agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))  # L1
-    own = Own.of(params, mine, agreed.names, least)
+    warn_of_share(params, mine, agreed.names)
+    own = Own(params, mine, agreed.names, least)
     moments = own.sums()  # L2
 
     async def step(ch: Channel, sites: tuple[Party, ...]) -> Space:

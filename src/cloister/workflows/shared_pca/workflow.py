@@ -40,7 +40,9 @@ class Options:
     names: Literal["index", "symbol", "ensembl"] = option(
         "index", "gene names to match by: var_names, or symbols or Ensembl ids from var"
     )
-    library_key: str | None = option(None, "column of obs with library sizes; by default the sum over common genes")
+    library_key: str | None = option(
+        None, "column of obs with library sizes; by default the sum over all genes of the file"
+    )
     scale: bool = option(default=True, help="divide each gene by its pooled standard deviation")
     min_cells: int = option(50, "minimum number of cells at a site")
     donor_key: str | None = option(None, "column of obs with donor names; without it, thresholds count cells only")

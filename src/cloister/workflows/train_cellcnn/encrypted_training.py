@@ -79,7 +79,6 @@ from cloister.mpc.crypto.ckks import scheme as ckks
 from cloister.mpc.crypto.ckks.parameters import MASKED, OPENINGS
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.rns.ring import SECURE_BITS, Residues
-from cloister.mpc.net import wire
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
 from cloister.mpc.threshold_ckks import collective_audit, collective_range, collective_refresh, threshold_decrypt
@@ -90,23 +89,24 @@ from cloister.workflows.train_cellcnn import encrypted_validation, training_chec
 from cloister.workflows.train_cellcnn.cellcnn_circuit import Layout
 from cloister.workflows.train_cellcnn.key_store import KeyStore
 from cloister.workflows.train_cellcnn.training_check import Made, Weighing, check_at_aggregator, check_at_site
-from cloister.workflows.train_cellcnn.training_keys import Keys, key_costs, load_keys, make_keys, relinearised_zero
+from cloister.workflows.train_cellcnn.training_keys import (
+    NAME,
+    Keys,
+    key_costs,
+    load_keys,
+    make_keys,
+    relinearised_zero,
+)
 from cloister.workflows.train_cellcnn.training_opening import norm_params, open_at_aggregator, open_at_site, part_params
 from cloister.workflows.train_cellcnn.training_refreshes import STAGES, refreshes
 from cloister.workflows.train_cellcnn.training_state import Losses, State, gradient_ciphers
+from cloister.workflows.train_cellcnn.training_terms import Terms
 
-NAME = "encrypted_training"
 CHECKED = "checked"  # part of a stored state whose model passed its range check
 
 
 @dataclass(frozen=True, slots=True)
-class Params(Collective):  # public
-    config: cellcnn.Config
-    open_model: bool = False
-    validate_every: int = 0  # steps; 0: never
-    held_out: int = 0  # inputs of each site that validation uses
-    patience: int = 0  # validations that were no better than one before, after which training stops; 0: never
-
+class Params(Terms):  # public
     def __post_init__(self) -> None:
         Collective.__post_init__(self)
         L = self.layout
@@ -127,34 +127,6 @@ class Params(Collective):  # public
                 f"{self.config.steps} steps refresh {masked} polynomials and open {opened}; masks and floods hide"
                 f" {MASKED} and {OPENINGS} to 2^-40. Use fewer steps, or validate less often"
             )
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.config, self.ckks, len(self.holders))
-
-    @property
-    def validation(self) -> encrypted_validation.Params:
-        who = (self.holders, self.aggregator, self.ckks)
-        return encrypted_validation.Params(*who, self.config, self.held_out)
-
-    def validates(self, step: int) -> bool:
-        """Whether the model after that many steps is validated."""
-        return self.validate_every > 0 and step % self.validate_every == 0
-
-    def last_stage(self, step: int) -> str:
-        """How [M'] is made in that step: sealed where training may end with it."""
-        ends = step + 1 == self.config.steps or (self.patience > 0 and self.validates(step + 1))
-        return "sealed" if ends else "product"
-
-    @property
-    def tag(self) -> bytes:
-        """What a checkpoint belongs to."""
-        return wire.digest(NAME, self.holders, self.aggregator, self.ckks, self.config)
-
-    @property
-    def range(self) -> collective_range.Params:
-        """The check of [M] at the end."""
-        return self.layout.model_range((self.holders, self.aggregator))
 
 
 def check_functionals(layout: Layout) -> None:

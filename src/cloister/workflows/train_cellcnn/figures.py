@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -18,12 +18,21 @@ from cloister.workflows.train_cellcnn.response import marker_values, selected
 if TYPE_CHECKING:
     from anndata import AnnData
 
-    from cloister.workflows.train_cellcnn.workflow import Options
-
 MOST_MARKERS = 48  # in a figure
 
 
-def positive(options: Options, classes: Sequence[str]) -> str:
+class Columns(Protocol):
+    """The options that name columns of obs, and the class of interest."""
+
+    @property
+    def sample_key(self) -> str: ...
+    @property
+    def target_key(self) -> str: ...
+    @property
+    def positive_class(self) -> str | None: ...
+
+
+def positive(options: Columns, classes: Sequence[str]) -> str:
     """The class whose cells a report looks for."""
     if options.positive_class is None:
         return classes[-1]
@@ -32,7 +41,7 @@ def positive(options: Options, classes: Sequence[str]) -> str:
     return options.positive_class
 
 
-def accuracy(made: cellcnn.Model, adata: AnnData, options: Options) -> dict[str, Any]:
+def accuracy(made: cellcnn.Model, adata: AnnData, options: Columns) -> dict[str, Any]:
     """Of an opened model on this site's donors, each by the mean of all its cells."""
     X, names, truth = donor_means(made, adata, options.sample_key, options.target_key)
     if made.weights is None or truth is None:
@@ -77,7 +86,7 @@ def consensus(models: Sequence[cellcnn.Model], scores: Sequence[float]) -> dict[
     return {"consensus_filters": W.tolist(), "consensus_dense": V.tolist()}
 
 
-def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
+def figures(outcomes: Mapping[str, Outcome], options: Columns) -> list[Any]:
     """Filters by markers; how many cells of each donor each class's filter selects; their markers and clusters."""
     opened = {p: o for p, o in sorted(outcomes.items()) if o.result.get("opened")}
     if not opened:
@@ -176,7 +185,7 @@ def cluster_means(tables: Mapping[str, AnnData], label: str) -> list[Any]:
     ]
 
 
-def _selected_per_donor(tables: Sequence[AnnData], label: str, options: Options) -> Any:
+def _selected_per_donor(tables: Sequence[AnnData], label: str, options: Columns) -> Any:
     """A box for each class of donors: which share of a donor's cells is selected for `label`."""
     shares: dict[str, list[float]] = {}
     for a, chosen in zip(tables, selected(tables, label), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -11,8 +11,21 @@ from cloister.disclosure import Rows
 from cloister.session import Session
 from cloister.workflows.train_cellcnn import pooled_counts
 
-if TYPE_CHECKING:
-    from cloister.workflows.train_cellcnn.workflow import Options
+
+class Drawn(Protocol):
+    """The options that a preset sets, and those that it follows."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def preset(self) -> str | None: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def n_local(self) -> int: ...
+
+
+T = TypeVar("T", bound=Drawn)
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ PRESETS = {
 }
 
 
-def settled(options: Options, sites: int, classes: int, donors: int = 0) -> Options:
+def settled(options: T, sites: int, classes: int, donors: int = 0) -> T:
     """The options with the preset's values for so many sites, classes, and donors to train on.
 
     Local iterations are batches whose gradients a site adds up before it sends them: one batch of as many inputs.
@@ -56,7 +69,7 @@ def settled(options: Options, sites: int, classes: int, donors: int = 0) -> Opti
     return replace(options, **drawn, batch=batch, n_local=1, n_steps=p.steps(total, classes, donors))
 
 
-def settle(session: Session, options: Options, classes: int, donors: Rows | None) -> Options:
+def settle(session: Session, options: T, classes: int, donors: Rows | None) -> T:
     """`settled`, with all sites' donors counted by a secure sum where the preset needs it; a coordinator has none."""
     total = 0
     if options.preset is not None and PRESETS[options.preset].per == "donor":

@@ -23,7 +23,6 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -40,9 +39,7 @@ from cloister.mpc.threshold_ckks.collective_key import added
 from cloister.study import Party
 from cloister.workflows.train_cellcnn.cellcnn_circuit import Layout, add_over_markers
 from cloister.workflows.train_cellcnn.training_keys import NAME, Keys
-
-if TYPE_CHECKING:
-    from cloister.workflows.train_cellcnn.encrypted_training import Params
+from cloister.workflows.train_cellcnn.training_terms import Terms
 
 TESTS = 2  # of every kind of key
 SPARSE = 32  # coefficients of the randomness of a test
@@ -71,7 +68,7 @@ def cells(L: Layout) -> list[I64]:
 
 
 @functools.lru_cache(maxsize=16)
-def copies(params: Params) -> equal_copies.Params:
+def copies(params: Terms) -> equal_copies.Params:
     L, who = params.layout, (params.holders, params.aggregator, params.ckks)
     digests = tuple(map(equal_copies.digest, cells(L)))
     zeros = (rotated_noise(L),) * TESTS + (relinearised_noise(L),) * TESTS
@@ -81,7 +78,7 @@ def copies(params: Params) -> equal_copies.Params:
 
 
 @functools.lru_cache(maxsize=16)
-def ranges(params: Params) -> collective_range.Params:
+def ranges(params: Terms) -> collective_range.Params:
     """Of all sums over steps, which are larger than one [M], and of [Z]."""
     P, L, steps = copies(params), params.layout, params.config.steps
     larger = math.ceil(equal_copies.WEIGHT_BITS + math.log2(steps) / 2)
@@ -91,7 +88,7 @@ def ranges(params: Params) -> collective_range.Params:
     )
 
 
-def cost(params: Params) -> dict[Party, tuple[int, int]]:
+def cost(params: Terms) -> dict[Party, tuple[int, int]]:
     parts = [collective_range.cost(ranges(params)), equal_copies.cost(copies(params))]
     return added(*parts, {params.aggregator: (len(params.holders), 32 * len(params.holders))})
 
@@ -127,7 +124,7 @@ def sparse_zero(c: ckks.Context, key: ckks.PublicKey, k: int, prg: Prg) -> ckks.
     return c.cipher(np.stack([r.add_product(r.zeros(k), part, factor) for part in (key.b, key.a)]), c.params.scale)
 
 
-def zeros(params: Params, keys: Keys, model: Sequence[ckks.Cipher]) -> list[ckks.Cipher]:
+def zeros(params: Terms, keys: Keys, model: Sequence[ckks.Cipher]) -> list[ckks.Cipher]:
     """[Z], as `copies` lists them."""
     c, L = ckks.context(params.ckks), params.layout
     h = hashlib.sha256(b"cloister/training_check/zeros/")
@@ -162,7 +159,7 @@ class Made:
     def to_bytes(self) -> bytes:
         return b"".join(self.runs)
 
-    def second(self, params: Params, said: Weighted) -> list[list[Residues]]:
+    def second(self, params: Terms, said: Weighted) -> list[list[Residues]]:
         """For every κ, the second polynomials of Σ_t ρ_κt·[M_t]; a site that broke off may have more than S needs."""
         P, G = copies(params), len(params.layout.groups)
         if not 0 <= said.steps <= len(self.runs) or len(said.seed) != 32:
@@ -177,7 +174,7 @@ class Made:
 class Weighing:
     """At S: a seed that nobody else has, and the sums."""
 
-    def __init__(self, params: Params, entropy: Entropy) -> None:
+    def __init__(self, params: Terms, entropy: Entropy) -> None:
         self._params, self._entropy = params, entropy
         self.clear()
 
@@ -218,7 +215,7 @@ class Weighing:
 
 
 async def check_at_site(
-    ch: Channel, params: Params, keys: Keys, model: Sequence[ckks.Cipher], made: Made, *, entropy: Entropy
+    ch: Channel, params: Terms, keys: Keys, model: Sequence[ckks.Cipher], made: Made, *, entropy: Entropy
 ) -> None:
     """Raise unless all models since the last check are alike for all samples."""
     said = await ch.recv_broadcast(params.aggregator, Weighted)  # L6
@@ -233,7 +230,7 @@ async def check_at_site(
 
 
 async def check_at_aggregator(
-    ch: Channel, params: Params, keys: Keys, model: Sequence[ckks.Cipher], weighing: Weighing, *, entropy: Entropy
+    ch: Channel, params: Terms, keys: Keys, model: Sequence[ckks.Cipher], weighing: Weighing, *, entropy: Entropy
 ) -> None:
     await ch.broadcast(params.holders, Weighted(weighing.seed, weighing.steps))  # L6
     Z, sums = zeros(params, keys, model), weighing.ciphers()

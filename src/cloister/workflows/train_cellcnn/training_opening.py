@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,12 +28,10 @@ from cloister.workflows.train_cellcnn.cellcnn_circuit import VALUE_BITS, Layout
 from cloister.workflows.train_cellcnn.training_keys import NAME, Keys
 from cloister.workflows.train_cellcnn.training_refreshes import NORM, refreshes
 from cloister.workflows.train_cellcnn.training_state import State
-
-if TYPE_CHECKING:
-    from cloister.workflows.train_cellcnn.encrypted_training import Params
+from cloister.workflows.train_cellcnn.training_terms import Terms
 
 
-def part_params(params: Params, part: int) -> threshold_decrypt.Params:
+def part_params(params: Terms, part: int) -> threshold_decrypt.Params:
     return threshold_decrypt.Params(
         params.holders,
         params.aggregator,
@@ -53,7 +50,7 @@ def norm_noise(L: Layout) -> float:
     return math.hypot(spread, 3 * SIGMA * math.sqrt(L.parties))
 
 
-def norm_params(params: Params) -> threshold_decrypt.Params:
+def norm_params(params: Terms) -> threshold_decrypt.Params:
     P, what = params.ckks, "the sum of the trained model's squared weights"
     return threshold_decrypt.Params(
         params.holders, params.aggregator, P, what, P.base, P.scale, norm_noise(params.layout)
@@ -76,13 +73,13 @@ def check_weights(w: cellcnn.Weights) -> cellcnn.Weights:
     return w
 
 
-def weights_of(params: Params, opened: Sequence[F64]) -> cellcnn.Weights:
+def weights_of(params: Terms, opened: Sequence[F64]) -> cellcnn.Weights:
     return check_weights(params.layout.opened_weights(params.layout.mean_of_copies(list(opened))))
 
 
 async def open_at_site(
     ch: Channel,
-    params: Params,
+    params: Terms,
     keys: Keys,
     state: State | None,
     *,
@@ -111,7 +108,7 @@ async def open_at_site(
     return weights_of(params, await opened("opening", archive, parts))
 
 
-async def open_at_aggregator(ch: Channel, params: Params, keys: Keys, state: State) -> cellcnn.Weights:
+async def open_at_aggregator(ch: Channel, params: Terms, keys: Keys, state: State) -> cellcnn.Weights:
     todo = refreshes(params)
 
     async def opened(name: str, cts: list[ckks.Cipher], parts: Sequence[threshold_decrypt.Params]) -> list[F64]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,10 +19,7 @@ from cloister.mpc.crypto.ckks import scheme as ckks
 from cloister.mpc.crypto.rns.slots import SlotMap, make_map
 from cloister.mpc.threshold_ckks import collective_refresh
 from cloister.workflows.train_cellcnn.cellcnn_circuit import Layout, all_maps, product_scale
-
-if TYPE_CHECKING:
-    from cloister.workflows.train_cellcnn.encrypted_training import Params
-
+from cloister.workflows.train_cellcnn.training_terms import Terms
 
 STAGES = ("gradient", "update", "product")  # of one step
 NORM = 64.0  # the largest norm of W and V together that is opened
@@ -45,7 +41,7 @@ def norm_maps(L: Layout) -> list[SlotMap]:
     return [make_map([(np.arange(S), np.array(at), 1 / NORM)], S, real=True)]
 
 
-def refreshes(params: Params) -> dict[str, Refresh]:
+def refreshes(params: Terms) -> dict[str, Refresh]:
     c, P, L = ckks.context(params.ckks), params.ckks, params.layout
     G, one, product = len(L.groups), L.ladder.one, product_scale(c)
     shapes: dict[str, tuple[list[float], list[int]]] = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cloister.arrays import F64, U64
 from cloister.models import cellcnn
@@ -20,9 +19,7 @@ from cloister.workflows.train_cellcnn.cellcnn_circuit import Layout, aggregated_
 from cloister.workflows.train_cellcnn.key_store import KeyStore
 from cloister.workflows.train_cellcnn.training_keys import Keys
 from cloister.workflows.train_cellcnn.training_refreshes import Refresh
-
-if TYPE_CHECKING:
-    from cloister.workflows.train_cellcnn.encrypted_training import Params
+from cloister.workflows.train_cellcnn.training_terms import Terms
 
 
 @dataclass
@@ -35,7 +32,7 @@ class State:
     archive: list[ckks.Cipher]
 
     @classmethod
-    def initial(cls, params: Params) -> State:
+    def initial(cls, params: Terms) -> State:
         """The public initial weights, in ciphertexts that everybody makes alike and that have no noise."""
         c, L, P, w = ckks.context(params.ckks), params.layout, params.ckks, cellcnn.initial(params.config)
 
@@ -50,7 +47,7 @@ class State:
         )
 
     @classmethod
-    def after(cls, step: int, params: Params, store: KeyStore | None) -> State:
+    def after(cls, step: int, params: Terms, store: KeyStore | None) -> State:
         """The initial state, or that of a checkpoint."""
         if step == 0 or store is None:
             return cls.initial(params)
@@ -60,7 +57,7 @@ class State:
     def keep(
         self,
         step: int,
-        params: Params,
+        params: Terms,
         store: KeyStore | None,
         *,
         check: tuple[dict[str, list[ckks.Cipher]], bytes],
@@ -101,7 +98,7 @@ class State:
 class Losses:
     """Validation errors so far, the same at all parties, and whether they end the training."""
 
-    def __init__(self, params: Params, store: KeyStore | None, step: int) -> None:
+    def __init__(self, params: Terms, store: KeyStore | None, step: int) -> None:
         self._params, self._store = params, store
         self.found = store.losses(params.tag, step) if store is not None and params.patience else {}
 

@@ -51,10 +51,12 @@ class Options:
     )
     n_steps: int = option(60, "training steps; each is one aggregation")
     batch: int = option(0, "inputs per site and local iteration; 0 means 200 over the number of sites")
-    n_local: int = option(1, "local iterations per step: batches whose gradients a site adds up, encrypted")
+    n_local: int = option(
+        1, "local iterations per step: batches whose gradients a site adds up, encrypted", retired=True
+    )
     learning_rate: float = option(0.4, "step size (eta)")
     momentum: float = option(0.9, "fraction of the last update in the next one (mu)")
-    interval: float = option(3.0, "the sigmoid is fitted on [-interval, interval]")
+    interval: float = option(3.0, "the sigmoid is fitted on [-interval, interval]", retired=True)
     preset: Literal["cmv", "aml", "rrms-class", "rrms-donor"] | None = option(
         None, "settings of the paper: cells, inputs, batch, interval and steps"
     )
@@ -62,8 +64,8 @@ class Options:
     scaling: Literal["pooled", "reference", "none"] = option(
         "pooled", "standardise by secure sums, by public reference values, or not"
     )
-    reference_mean: tuple[float, ...] = option((), "one per marker, in the agreed order")
-    reference_scale: tuple[float, ...] = option((), "one per marker, in the agreed order")
+    reference_mean: tuple[float, ...] = option((), "one per marker, in the agreed order", retired=True)
+    reference_scale: tuple[float, ...] = option((), "one per marker, in the agreed order", retired=True)
     open_model: bool = option(default=False, help="decrypt the final model, if every site consents")
     positive_class: str | None = option(None, "class whose cells reports select; the last by name if none")
     n_models: int = option(1, "number of models with 3 to 9 filters, of which held-out donors choose the best")

@@ -8,7 +8,7 @@ Reveals
 -------
 coordinator : digest and width of each site's embedding; the label names of each site, unless the study lists them.
 site : the same of all sites together.
-lying coordinator, one lying site : nothing more.
+malicious coordinator, one malicious site : nothing more.
 
 Assumes
 -------

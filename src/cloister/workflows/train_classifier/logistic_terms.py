@@ -20,7 +20,6 @@ import numpy as np
 import scipy.sparse
 
 from cloister.arrays import F64, I64
-from cloister.cells import genes
 from cloister.disclosure import Rows as Group
 from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError, ProtocolAbort
@@ -124,10 +123,11 @@ class Labelled:
     def open_labels(self, least: int) -> Labelled:
         """The same cells without the labels that are too rare here; without any if fewer than `least` cells remain.
 
+        Of a donor that has more than half of a label's cells, those that are too many have no label either.
         Cells without a label add nothing to any sum, so that no total has a complement.
         """
         names = self.own_labels
-        keep = self.group.open_rows(self.codes(names), len(names))
+        keep = self.group.balanced_rows(self.codes(names), len(names))
         if keep.sum() < least:
             keep[:] = False
         labels = tuple(name if k else None for name, k in zip(self.labels, keep, strict=True))
@@ -139,7 +139,7 @@ class Fitted:
     """The classifier, and how it came about; the same at every party."""
 
     genes: tuple[str, ...]  # (h,); empty for an embedding
-    common: tuple[str, ...]  # cells are normalised over these
+    common: tuple[str, ...]  # cells that the model labels are normalised over these
     labels: tuple[str, ...]  # (K,)
     coefficients: F64  # W, (h, K)
     intercept: F64  # (K,)
@@ -156,6 +156,9 @@ class Fitted:
     scores: tuple[tuple[str, float], ...] = ()  # share of right answers with every setting
     typical: Linear | None = None  # coefficients of typicality; `level` is then a typicality
     typical_centers: F64 | None = None  # (K, K): mean typicality of each label's cells
+    own: Linear | None = None  # for cells of the sites that had labels, where it is better there
+    own_centers: F64 | None = None  # (K, K): mean score of each label's cells by it
+    own_setting: str = ""
 
 
 def check_site(params: Params, mine: Labelled) -> None:
@@ -198,7 +201,8 @@ def log_values(params: Params, mine: Labelled, common: tuple[str, ...]) -> Itera
             y.data = np.log1p(y.data)
             yield y
         return
-    columns, step = genes.match_genes(list(mine.names), list(common)), max(1, gene_moments.BLOCK // max(1, len(common)))
+    columns = gene_moments.columns_of(tuple(mine.names), tuple(common))
+    step = max(1, gene_moments.BLOCK // max(1, len(common)))
     for start in range(0, mine.x.shape[0], step):
         log = scipy.sparse.csr_matrix(mine.x[start : start + step], dtype=np.float64)[:, columns]
         if log.nnz and log.data.max() > shared_pca.LARGEST_LOG:

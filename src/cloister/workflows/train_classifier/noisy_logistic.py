@@ -19,8 +19,8 @@ Reveals
 coordinator, site : which genes each site measured (coordinator); label names per site (coordinator, unless the study
     lists them); the noisy sums and the model, (ε, δ)-differentially private for all cells of a donor, or of a site,
     against none.
-lying coordinator : the same.
-one lying site : the same, at points it can shift; noise covers any point.
+malicious coordinator : the same.
+one malicious site : the same, at points it can shift; noise covers any point.
 coordinator with k sites : the same with less noise, z √((m - k) / (m - 1)); with all but one, z / √(m - 1).
 
 Assumes

@@ -23,7 +23,7 @@ from cloister.mpc.crypto.fixed_point import FixedPoint, check_range
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.sums import checked_sum, common_seed, consistency_check
 from cloister.study import Party
-from cloister.workflows.common import common_genes
+from cloister.workflows.common import common_genes, gene_moments
 from cloister.workflows.train_classifier import common_labels
 from cloister.workflows.train_classifier.logistic_terms import Labelled, Params
 
@@ -45,6 +45,7 @@ async def begin_site(ch: Channel, params: Params, mine: Labelled, *, entropy: En
     if not params.embedding:
         agreement = common_genes.Params(params.sites, params.coordinator)
         common = (await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))).names
+        gene_moments.warn_of_share(params, gene_moments.Cells(mine.names, mine.x, mine.library), common)
     pair = common_seed.Params(params.sites, params.coordinator, everyone=True)
     seed = await common_seed.site(ch.sub("seed", pair), pair, entropy=entropy, identity=identity)
     agreed = await common_labels.site(ch.sub("labels", labels), labels, own)

@@ -1,25 +1,30 @@
-"""Pooled discriminant: one linear classifier of all sites' labelled cells, from three fixed sums and no iteration.
+"""Pooled discriminant: one linear classifier of all sites' labelled cells, from a few sums over groups of cells.
 
-    L1   u       drop labels with fewer than t own cells or d own donors, and cells without a label; if fewer than
-                 `min_cells` cells remain, u adds zero to every sum
+    L1   u       drop labels with fewer than t own cells or d own donors, cells without a label, and of a donor with
+                 more than half of a label's cells those that are too many; if fewer than `min_cells` cells remain, u
+                 adds zero to every sum
          u, S    common genes, common seed      genes that every site measured; a secret of the sites, for checked sums
     L2   u, S    common labels                  label names of the remaining cells
     C1   u → S   number of u's remaining cells, rounded up       (`announced_counts`)
-    L3   u       y = target · x / Σ_g x         each cell over the common genes; l = log(1 + y); or an embedding
+    L3   u       y = target · x / Σ_g x         each cell over all genes of u; l = log(1 + y); or an embedding
          u       groups of similar cells of one label, each of at least t cells of d donors (`disclosure.similar`)
     L4   u, S    checked sum of n_k, Σ_{i in k} l_i, Σ_i l_i²      cells and sums of each label, squares per gene
     C2   S ⇒ u   abort if a site has more than `max_share` of all cells
          u, S    H: the h genes whose label means differ most
     L5   u, S    checked sum of Σ_γ s_γ s_γᵀ / n_γ over H          s_γ: sum of l over the n_γ cells of group γ
          u, S    classifiers with every setting              (`models.discriminant`)
-    L6   u       the same from these sums less those of a part of u's groups, scored on these; and less all of u's
-                 groups, scored on all
+    L6   u, S    `steps` times: checked sum of Σ_γ s_γ (y_γ - p_γ)ᵀ and Σ_γ n_γ (y_γ - p_γ), with y_γ the label of γ and
+                 p_γ its probabilities by the classifier so far; a step of logistic regression from it
+    L7   u       classifiers with every setting, and after every step, from these sums less those of a part of u's
+                 groups, scored on these; and less all of u's groups, scored on all
          u, S    checked sum of right answers with every setting, and of right answers by their typicality
-         u, S    the setting; the level of typicality below which a cell is `unknown`
-    L7   u, S    all sites received the same broadcasts     (same_view)
+         u, S    the setting, of the model; the step, with which sites that have labels label their other cells; the
+                 level of typicality below which a cell is `unknown`
+    L8   u, S    all sites received the same broadcasts     (same_view)
 
-What is summed at L4 and L5 does not depend on any message but the choice of H. No party chooses a point at which sums
-are opened. A site without labels adds zeros, and has the model in the end.
+What is summed at L4 and L5 does not depend on any message but the choice of H: common genes decide which columns are
+added up, and no value of a column. Parties can shift the points of L6 and L7, where only whole groups are summed. A
+site without labels adds zeros, and has the model in the end.
 
 Scatter within groups is lost at L5, but for the squares of L4: the diagonal of the second moments is that of the cells.
 So the covariance is that between groups plus a diagonal, as in factor analysis.
@@ -27,50 +32,51 @@ So the covariance is that between groups plus a diagonal, as in factor analysis.
 A site's part of a sum is limited as follows. t and d are `min_label_cells` and `min_donors`, or more where the site's
 own settings say so.
 
-- Groups are formed once, before the first sum, from the site's own cells. L5 and L6 are functions of labels, sizes and
+- Groups are formed once, before the first sum, from the site's own cells. L5 to L7 are functions of labels, sizes and
   rounded sums of whole groups, and of the squares of L4. Whatever others send, and whatever they solve for, no opened
-  value of L5 and L6 changes unless one of these does.
+  value of L5 to L7 changes unless one of these does.
 - L4, n_k and Σ_k l: over at least t cells of d donors of label k at this site. A gene whose effective number of cells,
-  Σ l² / max l², is below t at the site, or that fewer than d donors express, counts as zero in all of its cells, at L5
-  and L6 too. Sums of labels are multiples of 4, which is more than most values of one cell: where one cell of a small
-  label expresses a gene, a finer sum is the value of that cell, and the smallest values belong to the cell with the
-  largest library. Sums of groups are multiples of 4 too, and add up to those of their label.
+  Σ l² / max l², is below t at the site, that fewer than d donors express, or of which one donor has more than nine
+  tenths of Σ l², counts as zero in all of its cells, at L5 and L6 too. Sums of labels are multiples of 4, which is more
+  than most values of one cell: where one cell of a small label expresses a gene, a finer sum is the value of that cell,
+  and the smallest values belong to the cell with the largest library. Sums of groups are multiples of 4 too, and add up
+  to those of their label.
 - L4, Σ l²: over at least `min_cells` cells, with an effective number of t or more; rounded to 1/4.
-- L5: rounded to 1/4.
+- L5: rounded to 1/4. Where rounding to steps makes the squares of a column larger than those of L4, the column is
+  scaled down to these.
 - Embeddings: the t - 1 cells farthest from the site's median are moved towards it, to the distance of the t-th.
   Otherwise a cell far from all others is the first eigenvector of the second moments.
-- L6: cells are not scored. A group counts as n_γ cells, normally distributed around its mean with the site's variance
-  within groups: as right answers, n_γ times the probability that the score of its label exceeds each
-  other one.
+- L6, L7: cells are not read, at whatever classifier. A group counts as n_γ cells, normally distributed around its mean
+  with the site's variance within groups: as right answers, n_γ times the probability that the score of its label
+  exceeds each other one.
 
 Reveals
 -------
 coordinator, site : which genes each site measured (coordinator); label names per site (coordinator, unless the study
     lists them) of labels above the thresholds; the number of labelled cells of each site within 1/64 (coordinator).
     Over all sites together: labelled cells and mean expression of each label, second moments of h genes over groups of
-    cells, and expected right answers per setting and by typicality; the model. A label that one site alone has: that
-    site's number of cells and mean expression of it. With two sites: the other's sums. Whoever has a cell's whole
-    profile can tell from a site's sums whether the cell is in them. A sum of a small label shows genes that any of its
-    cells expresses.
+    cells, residuals of groups at two classifiers, and expected right answers per setting and by typicality; the model.
+    A label that one site alone has: that site's number of cells and mean expression of it. With two sites: the other's
+    sums. Whoever has a cell's whole profile can tell from a site's sums whether the cell is in them. A sum of a small
+    label shows genes that any of its cells expresses; of a site whose file has few counts per cell, such as a panel,
+    also in how many cells.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
-one malicious site : the same sums over the other sites, for genes of its choice. Its list of genes limits the common
-    ones, over which cells are normalised: with a few hundred rare genes most values of a cell exceed 4, and sums of a
-    label tell how many of its cells have a gene. It can claim label means that make any h genes the chosen ones, and
-    with its part shift the classifiers that the other sites score at L6. It learns sums of functions of their groups,
-    at most `SETTINGS` and `GRID` of them in a run, and may so find sizes and rounded means of single groups. It can
-    make the model wrong.
+one malicious site : the same sums over the other sites, for genes of its choice. It can claim label means that make any
+    h genes the chosen ones, and with its part shift the classifiers that the other sites use at L6 and L7. It learns
+    sums of functions of their groups, in a run those of L6 and one for every setting and of `GRID`, and may so find
+    sizes and rounded means of single groups. It can make the model wrong.
 coordinator with k sites : these sums over the other sites, so with all but one those of the last site.
 
 Assumes
 -------
 What the checked sum assumes: every site stays to the end. Labels mean the same at all sites. Inputs are not verified:
-a site may submit arbitrary sums. Sums that no cells can give abort the run (L4, L5, L6); these checks are the same at
+a site may submit arbitrary sums. Sums that no cells can give abort the run (L4 to L7); these checks are the same at
 all parties and use opened values only.
 
 Cost
 ----
-Per site two small messages (C1, C2), one signature and three checked sums: of K + (K + 1) g words for K labels and g
-common genes, of h (h + 1) / 2 words, and of some sixty words.
+Per site two small messages (C1, C2), one signature and checked sums: of K + (K + 1) g words for K labels and g common
+genes, of h (h + 1) / 2 words, two of K (h + 1) words, and one of some seventy words.
 
 References
 ----------
@@ -80,7 +86,7 @@ numbered here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,7 +96,7 @@ import scipy.special
 
 from cloister.arrays import F64, I64, U64, Bits
 from cloister.cells import genes
-from cloister.disclosure import Contribution, SimilarGroups, join
+from cloister.disclosure import Contribution, Shares, SimilarGroups, join
 from cloister.disclosure import Rows as Group
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import discriminant, logistic
@@ -100,12 +106,12 @@ from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.sums import announced_counts, checked_sum, consistency_check
 from cloister.study import Party
+from cloister.workflows.common import gene_moments
 from cloister.workflows.train_classifier import logistic_terms
 from cloister.workflows.train_classifier.logistic_terms import (
     Fitted,
     Labelled,
     check_site,
-    chosen_values,
     log_values,
 )
 from cloister.workflows.train_classifier.openings import (
@@ -118,7 +124,7 @@ from cloister.workflows.train_classifier.openings import (
 )
 
 NAME = "pooled_discriminant"
-OPENINGS = 3
+OPENINGS = 3  # and one for every step
 UNIT = 4  # sums of squares and products of log values are multiples of 1 / UNIT
 LABEL_STEP = 4.0  # sums of log values over the cells of a label, or of a group, are multiples of this
 LOCAL_GENES = 1000  # of a site that vary most, by which its cells are similar
@@ -134,10 +140,27 @@ class Params:
     base: logistic_terms.Params  # cells, labels, genes; `held_out`: whether settings and level are chosen at L6
     settings: tuple[Setting, ...] = discriminant.SETTINGS  # in order of preference
     max_share: float = announced_counts.MAX_SHARE  # of all labelled cells that one site may claim
+    steps: int = 2  # of logistic regression, from the first setting; none without held-out cells
 
     def __post_init__(self) -> None:
-        if not self.settings:
-            raise ParameterError("expected at least one setting")
+        if not self.settings or self.steps < 0:
+            raise ParameterError("expected at least one setting, and 0 steps or more")
+
+    @property
+    def refined(self) -> int:
+        """Steps that are made."""
+        return self.steps if self.base.held_out else 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all classifiers that L7 compares."""
+        first = self.settings[0].name
+        steps = (f"{first}, {t} logistic step{'s' if t > 1 else ''}" for t in range(1, self.refined + 1))
+        return (*(s.name for s in self.settings), *steps)
+
+    @property
+    def openings(self) -> int:
+        return OPENINGS + self.refined if self.base.held_out else OPENINGS - 1
 
     @property
     def claims(self) -> announced_counts.Params:
@@ -154,8 +177,8 @@ class Params:
 
     @property
     def counts(self) -> int:
-        """Numbers opened at L6."""
-        return 2 + len(self.settings) + len(GRID)
+        """Numbers opened at L7."""
+        return 3 + len(self.settings) + len(GRID) + len(self.names)
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -177,16 +200,22 @@ def ideal(params: Params, xs: Mapping[Party, Labelled]) -> dict[Party, Fitted]:
         [part.second(terms).map(words_for(params)).values.astype(np.int64) for part in parts.values()], axis=0
     )
     total = statistics_of(params, terms, second)
-    counts = None
+    course, counts = Course.of(params, total), None
+    for _ in range(params.refined):
+        steps = [
+            part.residuals(terms, course).map(words_for(params)).values.astype(np.int64) for part in parts.values()
+        ]
+        course.take(np.sum(steps, axis=0))
     if base.held_out:
-        counts = np.sum([part.third(terms, total).values for part in parts.values()], axis=0)
-    return dict.fromkeys((base.coordinator, *xs), fitted(params, start, terms, total, counts))
+        counts = np.sum([part.third(terms, course).values for part in parts.values()], axis=0)
+    return dict.fromkeys((base.coordinator, *xs), fitted(params, start, terms, course, counts))
 
 
 def cost(params: Params, labels: int, columns: int, h: int, up: int = 0, down: int = 0) -> dict[Party, tuple[int, int]]:
     """Messages and bytes, for `columns` genes in common of which h are chosen."""
     base, hub = params.base, params.base.coordinator
-    lengths = [labels + (labels + 1) * columns, h * (h + 1) // 2, *([params.counts] if base.held_out else [])]
+    lengths = [labels + (labels + 1) * columns, h * (h + 1) // 2, *[(h + 1) * labels] * params.refined]
+    lengths += [params.counts] if base.held_out else []
     parts = [checked_sum.cost(checked_sum.Params(base.sites, hub, length)) for length in lengths]
     parts += [*start_cost(base, up, down), consistency_check.cost(view_of(base))]
     parts += [{hub: (len(base.sites), 0)} | dict.fromkeys(base.sites, (1, 0))]  # C1, C2
@@ -211,7 +240,7 @@ def words_for(params: Params) -> Callable[[Any], U64]:
 
 
 class Part:
-    """What one site adds to the three sums."""
+    """What one site adds to the sums."""
 
     def __init__(self, params: Params, start: Start, mine: Labelled) -> None:
         self.params, self.start, self.mine = params, start, mine
@@ -228,18 +257,40 @@ class Part:
         self.similar: SimilarGroups | None = None
         self.sums: F64 | None = None  # as added at L4
         self.squares: F64 | None = None  # likewise
+        self.held: list[Any] | None = None  # l of all rows, where these are not too many
         self.whole: Grouped | None = None  # as added at L5
+        self.scale = np.ones(0)  # of each column at L5, so that it has no more than its squares
 
     @property
     def classes(self) -> int:
         return len(self.start.labels)
 
+    def logs(self) -> Iterator[Any]:
+        """L3: l of the common genes of all rows, some at a time; held after the first pass if that is not too much."""
+        if self.held is not None:
+            yield from self.held
+            return
+        held, size = [], 0
+        for log in log_values(self.params.base, self.mine, self.start.common):
+            size += log.nnz
+            if size <= gene_moments.HELD:
+                held.append(log)
+            else:
+                held.clear()
+            yield log
+        self.held = held if size <= gene_moments.HELD else None
+
+    def columns(self, at: I64) -> Any:
+        """L3: of the rows that take part, some columns."""
+        if self.params.base.embedding:
+            return np.asarray(self.mine.x, np.float64)[self.keep][:, at]
+        parts = [log[:, at].astype(np.float32) for log in self.logs()]
+        return scipy.sparse.vstack(parts, format="csr")[np.flatnonzero(self.keep)]
+
     def blocks(self) -> Any:
         """L3: rows that take part, some at a time, with their positions among these."""
         base = self.params.base
-        parts = (
-            [np.asarray(self.mine.x, np.float64)] if base.embedding else log_values(base, self.mine, self.start.common)
-        )
+        parts = [np.asarray(self.mine.x, np.float64)] if base.embedding else self.logs()
         row = done = 0
         for part in parts:
             keep = self.keep[row : row + part.shape[0]]
@@ -254,22 +305,24 @@ class Part:
         columns = self.start.columns if self.params.base.embedding else len(self.start.common)
         K = self.classes
         sums, squares, largest = np.zeros((K, columns)), np.zeros(columns), np.zeros(columns)
-        donor, seen = self.donors(), np.zeros((0, columns), bool)
+        donor, by_donor = self.donors(), np.zeros((0, columns))
         if donor is not None:
-            seen = np.zeros((int(donor.max(initial=-1)) + 1, columns), bool)
+            by_donor = np.zeros((int(donor.max(initial=-1)) + 1, columns))
         for x, at in self.blocks():
             sparse = scipy.sparse.csr_matrix(x)
             hot = one_hot(self.codes[at], K)
             sums += (hot.T @ sparse).toarray()
-            square = sparse.multiply(sparse).tocsr()
-            squares += np.asarray(square.sum(axis=0)).ravel()
-            largest = np.maximum(largest, square.max(axis=0).toarray().ravel())
+            square = scipy.sparse.csr_matrix((np.square(sparse.data), sparse.indices, sparse.indptr), sparse.shape)
+            squares += np.bincount(square.indices, square.data, minlength=columns)
+            np.maximum.at(largest, square.indices, square.data)
             if donor is not None:
-                seen |= (one_hot(donor[at], len(seen)).T @ (sparse != 0).astype(np.float64)).toarray() > 0
+                by_donor += (one_hot(donor[at], len(by_donor)).T @ square).toarray()
         cells = np.where(largest > 0, squares / np.where(largest > 0, largest, 1.0), 0.0)  # effective numbers
-        donors = None if donor is None else seen.sum(axis=0)
-        second = self.group.counted(squares, cells, donors)
-        self.shown = self.group.counted(np.ones(columns), cells, donors).values > 0
+        donors, shares = None, Shares()
+        if donor is not None:
+            donors, shares = (by_donor > 0).sum(axis=0), Shares.of(squares, donor=by_donor.max(axis=0, initial=0.0))
+        second = self.group.counted(squares, cells, donors, shares)
+        self.shown = self.group.counted(np.ones(columns), cells, donors, shares).values > 0
         self.similar = self.group.similar(self.features(sums.sum(axis=0), squares), self.codes, complete=True)
         self.squares = rounded(self.params, second.values)
         step = self.params.label_step
@@ -288,7 +341,7 @@ class Part:
         mean = sums / n
         variance = np.where(self.shown, np.maximum(squares / n - mean**2, 0.0), 0.0)
         at = np.sort(np.argsort(-variance, kind="stable")[:LOCAL_GENES])
-        x = chosen_values(self.params.base, self.mine, self.start.common, at)[np.flatnonzero(self.keep)]
+        x = self.columns(at)
         scale = 1 / np.sqrt(variance[at] + discriminant.SPREAD)
         centre = mean[at] * scale
         directions = np.random.default_rng(0).normal(size=(len(at), min(DIRECTIONS, len(at))))  # not a secret
@@ -304,36 +357,55 @@ class Part:
         assert self.shown is not None
         assert self.similar is not None
         assert self.squares is not None
-        x = values_of(self, terms).multiply(self.shown[terms.at]).tocsr()
+        x = scipy.sparse.csr_matrix(self.columns(terms.at), dtype=np.float64)
+        x.data *= self.shown[terms.at][x.indices]
         codes = self.similar.codes
         sums = (one_hot(codes, len(self.similar)).T @ x).toarray()
         label = np.zeros(len(self.similar), np.int64)
         label[codes] = self.codes
         label = terms.kept[label] if len(label) else label
         means = stepwise(sums, label, self.params.label_step) / np.maximum(self.similar.cells, 1)[:, None]
+        squares = self.squares[terms.at]
+        rounded_up = np.square(means).T @ self.similar.cells  # by the step: sums of squares above those of the cells
+        self.scale = np.sqrt(np.where(rounded_up > squares, squares / np.maximum(rounded_up, 1e-300), 1.0))
+        means *= self.scale
         between = (means.T * self.similar.cells) @ means
-        squares = np.maximum(self.squares[terms.at], between.diagonal())  # rounding
-        within = (squares - between.diagonal()) / max(len(self.codes), 1)
+        within = np.maximum(squares - between.diagonal(), 0.0) / max(len(self.codes), 1)
         self.whole = Grouped(label, self.similar.cells, means, within)
-        between[np.diag_indices(len(terms.at))] = self.squares[terms.at]
+        between[np.diag_indices(len(terms.at))] = squares
         return self.similar.contribution(between[np.triu_indices(len(terms.at))])
 
-    def third(self, terms: Terms, total: Statistics) -> Contribution:
-        """L6: cells scored, right answers with every setting; right answers in all, and those below each typicality."""
+    def residuals(self, terms: Terms, course: Course) -> Contribution:
+        """L6: R at the classifier so far."""
         assert self.similar is not None
         assert self.whole is not None
-        settings, spread = self.params.settings, spread_of(self.params)
+        residual = np.zeros((len(terms.at) + 1, len(terms.labels)))
+        if len(self.whole):
+            residual = self.whole.residuals(course.points[-1])
+        return self.similar.contribution(residual.ravel())
+
+    def third(self, terms: Terms, course: Course) -> Contribution:
+        """L7: cells scored and right answers with every setting, without what this site added: as for a new site.
+
+        Then of held-out groups: right answers in all, and those below each typicality; cells scored, and right answers
+        with every setting and after every step.
+        """
+        assert self.similar is not None
+        assert self.whole is not None
+        params, total, spread = self.params, course.total, spread_of(self.params)
         labels, counts = len(terms.labels), np.zeros(self.params.counts)
-        middle = 1 + len(settings)
+        middle = 1 + len(params.settings)
+        end = middle + 1 + len(GRID)
         if self.folds and len(self.whole):
             held = self.whole.only(self.whole.fold(self.folds))
             rest = total.less(held.statistics(labels))
-            answer = score(rest, settings, held, spread=spread, aligned=False)
+            answer = score(rest, params.settings, held, course.without(held, rest), spread=spread, aligned=False)
             if answer is not None:
-                counts[:middle] += self.folds * np.array([answer.cells, *answer.right])
-                counts[middle:] += self.folds * np.array([answer.hits, *answer.below])
+                counts[middle:end] += self.folds * np.array([answer.hits, *answer.below])
+                counts[end:] += self.folds * np.array([answer.cells, *answer.right])
         if len(self.whole):
-            answer = score(total.less(self.added(terms)), settings, self.whole, spread=spread, aligned=True)
+            rest = total.less(self.added(terms))
+            answer = score(rest, params.settings, self.whole, [], spread=spread, aligned=True)
             if answer is not None:
                 counts[:middle] += [answer.cells, *answer.right]
         return self.similar.contribution(np.rint(counts).astype(np.int64))
@@ -401,6 +473,9 @@ class Grouped:
             turn[of] = np.arange(len(of))
         return np.flatnonzero(turn % folds == folds - 1)
 
+    def residuals(self, linear: Linear) -> F64:
+        return discriminant.residuals(linear, self.means, self.label, self.cells, self.within)
+
     def statistics(self, labels: int) -> Statistics:
         """Of the cells of these groups, as far as groups tell."""
         counts, sums = np.zeros(labels), np.zeros((labels, self.means.shape[1]))
@@ -423,12 +498,6 @@ def one_hot(codes: I64, k: int) -> Any:
     return scipy.sparse.csr_matrix((np.ones(len(codes)), codes, np.arange(len(codes) + 1)), shape=(len(codes), k))
 
 
-def values_of(part: Part, terms: Terms) -> Any:
-    """L5: the site's rows that take part, chosen columns."""
-    values = chosen_values(part.params.base, part.mine, part.start.common, terms.at)
-    return scipy.sparse.csr_matrix(values[np.flatnonzero(part.keep)], dtype=np.float64)
-
-
 def spread_of(params: Params) -> float:
     return 1e-9 if params.base.embedding else discriminant.SPREAD
 
@@ -444,7 +513,13 @@ class Answers:
 
 
 def score(
-    rest: Statistics, settings: Sequence[Setting], groups: Grouped, *, spread: float, aligned: bool
+    rest: Statistics,
+    settings: Sequence[Setting],
+    groups: Grouped,
+    steps: Sequence[tuple[Linear, F64]],
+    *,
+    spread: float,
+    aligned: bool,
 ) -> Answers | None:
     """Groups whose labels the other cells know, by classifiers of these others; None if they know fewer than two."""
     groups = groups.only(np.flatnonzero(rest.counts[groups.label] > 0))
@@ -471,7 +546,9 @@ def score(
         right: F64 = scipy.special.ndtr(margin).prod(axis=1)
         return right
 
-    right = np.array([cells @ right_of(solver.fit(setting)) for setting in settings])
+    linears = [solver.fit(setting) for setting in settings]
+    linears += [solver.step(point, residual, float(rest.counts.sum())) for point, residual in steps]
+    right = np.array([cells @ right_of(linear) for linear in linears])
     typical = solver.typicality()
     z, cov = scores_of(typical)
     hit = cells * right_of(typical) if not aligned else cells
@@ -481,6 +558,41 @@ def score(
 
 
 # ---- what follows from the sums --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Course:
+    """The classifier with the first setting, and after every logistic step (L6); the same at every party."""
+
+    params: Params
+    total: Statistics
+    solver: Solver
+    points: list[Linear]
+    residuals: list[F64]  # opened; the next point follows from each
+
+    @staticmethod
+    def of(params: Params, total: Statistics) -> Course:
+        solver = Solver(total, spread_of(params))
+        return Course(params, total, solver, [solver.fit(params.settings[0])], [])
+
+    def take(self, words: I64) -> None:
+        """L6: the next point."""
+        residual = words.astype(np.float64).reshape(len(self.total.gram) + 1, -1) / self.params.unit
+        n, diagonal = float(self.total.counts.sum()), np.diag(self.total.gram)
+        slack = len(self.params.base.sites) * (1 + len(self.total.counts)) / self.params.unit
+        most = np.append(np.sqrt(n * np.maximum(diagonal, 0.0)), n)[:, None]
+        if np.any(np.abs(residual) > most * 1.001 + slack) or np.any(np.abs(residual.sum(axis=1)) > slack):
+            raise ProtocolAbort(NAME, "L6", "absurd", "residuals are those of no cells")
+        self.points.append(self.solver.step(self.points[-1], residual, n))
+        self.residuals.append(residual)
+
+    def without(self, groups: Grouped, rest: Statistics) -> list[tuple[Linear, F64]]:
+        """L7: every step as it would be without these groups of a site."""
+        there = rest.counts > 0
+        steps = []
+        for point, residual in zip(self.points, self.residuals, strict=False):
+            steps.append((point, (residual - groups.residuals(point)) * there))
+        return steps
 
 
 @dataclass(frozen=True)
@@ -544,30 +656,54 @@ def statistics_of(params: Params, terms: Terms, words: I64) -> Statistics:
     return Statistics(terms.counts, terms.sums, gram)
 
 
-def choose(params: Params, counts: I64 | None) -> tuple[int, float, tuple[tuple[str, float], ...]]:
-    """L6: which setting, the level of `unknown`, and the share of right answers with each setting."""
+@dataclass(frozen=True)
+class Choice:
+    """L7: what follows from right answers."""
+
+    setting: int = 0  # of the model, by sites that were left out in turn
+    own: int = 0  # setting or step for other cells of sites that have labels, by held-out groups
+    level: float = float(GRID[0])  # of `unknown`
+    shares: tuple[tuple[str, float], ...] = ()  # of right answers with each setting, and of held-out ones after steps
+
+
+def choose(params: Params, counts: I64 | None) -> Choice:
+    """L7: which setting, which step, and the level of `unknown`."""
     lowest = float(GRID[0])
-    if counts is None or counts[0] == 0:
-        return 0, lowest, ()
+    if counts is None:
+        return Choice()
     n = len(params.settings)
-    scored, right, typical, below = counts[0], counts[1 : 1 + n], counts[1 + n], counts[2 + n :]
+    scored, right, typical, below = counts[0], counts[1 : 1 + n], counts[1 + n], counts[2 + n : 2 + n + len(GRID)]
+    held, own = counts[2 + n + len(GRID)], counts[3 + n + len(GRID) :]
+    if scored == 0:  # one site has all the labels
+        scored, right = held, own[:n]
+    if scored == 0:
+        return Choice()
     slack = len(params.base.sites)  # rounding
-    if np.any(counts < 0) or np.any(right > scored + slack) or np.any(below > typical + slack):
-        raise ProtocolAbort(NAME, "L6", "absurd", "more right answers than cells")
+    if (
+        np.any(counts < 0)
+        or np.any(right > scored + slack)
+        or np.any(below > typical + slack)
+        or np.any(own > held + slack)
+    ):
+        raise ProtocolAbort(NAME, "L7", "absurd", "more right answers than cells")
     if np.any(np.diff(below) < 0):
-        raise ProtocolAbort(NAME, "L6", "absurd", "fewer right answers below a higher typicality")
+        raise ProtocolAbort(NAME, "L7", "absurd", "fewer right answers below a higher typicality")
     at = discriminant.choose_setting([float(r) for r in right], float(scored))
     few = np.flatnonzero(below <= params.base.unknown_share * typical)
     level = float(GRID[few[-1]]) if typical and len(few) else lowest
-    shares = tuple((s.name, min(1.0, float(r / scored))) for s, r in zip(params.settings, right, strict=True))
-    return at, level, shares
+    here = discriminant.choose_setting([float(r) for r in own], float(held)) if held else at
+    shares = [min(1.0, float(r / scored)) for r in right] + [min(1.0, float(r / max(held, 1))) for r in own[n:]]
+    return Choice(at, here, level, tuple(zip(params.names, shares, strict=True)))
 
 
-def fitted(params: Params, start: Start, terms: Terms, total: Statistics, counts: I64 | None) -> Fitted:
-    chosen, level, shares = choose(params, counts)
-    setting, solver = params.settings[chosen], Solver(total, spread_of(params))
+def fitted(params: Params, start: Start, terms: Terms, course: Course, counts: I64 | None) -> Fitted:
+    choice, solver = choose(params, counts), course.solver
+    setting = params.settings[choice.setting]
     linear, typical = solver.fit(setting), solver.typicality()
-    if not all(np.all(np.isfinite(x)) for f in (linear, typical) for x in (f.coefficients, f.intercept)):
+    step = choice.own - len(params.settings) + 1
+    own = course.points[step] if step > 0 else solver.fit(params.settings[choice.own])
+    every = [linear, typical, *course.points]
+    if not all(np.all(np.isfinite(x)) for f in every for x in (f.coefficients, f.intercept)):
         raise ProtocolAbort(NAME, "L5", "absurd", "the sums of all sites give no classifier")
     means = terms.sums / terms.counts[:, None]
     return Fitted(
@@ -578,15 +714,18 @@ def fitted(params: Params, start: Start, terms: Terms, total: Statistics, counts
         intercept=linear.intercept,
         mean=solver.mean,
         penalty=setting.penalty,
-        level=level,
+        level=choice.level,
         converged=True,
-        openings=OPENINGS if params.base.held_out else OPENINGS - 1,
+        openings=params.openings,
         cells={name: int(n) for name, n in zip(terms.labels, terms.counts, strict=True)},
         left_out=terms.left_out,
         path=(),
         centers=linear.scores(means),
         setting=setting.name,
-        scores=shares,
+        scores=choice.shares,
+        own=own,
+        own_centers=own.scores(means),
+        own_setting=params.names[choice.own],
         typical=typical,
         typical_centers=typical.scores(means),
     )
@@ -596,7 +735,7 @@ def fitted(params: Params, start: Start, terms: Terms, total: Statistics, counts
 
 
 async def follow(openings: Openings, params: Params, start: Start, part: Part | None) -> Fitted:
-    """L4 to L7: the same at every party, but that S adds nothing."""
+    """L4 to L8: the same at every party, but that S adds nothing."""
     words_of = words_for(params)
 
     async def add(line: str, what: str, length: int, contribution: Callable[[], Contribution]) -> I64:
@@ -624,16 +763,19 @@ async def follow(openings: Openings, params: Params, start: Start, part: Part | 
         h * (h + 1) // 2,
         lambda: part_here().second(terms).map(words_of),
     )
-    total = statistics_of(params, terms, second)
+    course = Course.of(params, statistics_of(params, terms, second))
+    for _ in range(params.refined):
+        what, length = f"residuals of {len(terms.labels)} labels in {h} columns", (h + 1) * len(terms.labels)
+        course.take(await add("L6", what, length, lambda: part_here().residuals(terms, course).map(words_of)))
     counts: I64 | None = None
     if params.base.held_out:
 
         def third() -> Contribution:
-            return part_here().third(terms, total).map(lambda x: x.astype(np.uint64))
+            return part_here().third(terms, course).map(lambda x: x.astype(np.uint64))
 
-        counts = await add("L6", f"right answers with {len(params.settings)} settings", params.counts, third)
-    model = fitted(params, start, terms, total, counts)
-    await openings.compare()  # L7
+        counts = await add("L7", f"right answers with {len(params.names)} settings", params.counts, third)
+    model = fitted(params, start, terms, course, counts)
+    await openings.compare()  # L8
     return model
 
 
@@ -660,11 +802,11 @@ async def site(ch: Channel, params: Params, mine: Labelled, *, entropy: Entropy,
     check_site(params.base, mine)
     mine = mine.open_labels(params.base.min_cells)  # L1
     start = await begin_site(ch, params.base, mine, entropy=entropy, identity=identity)  # L1, L2
-    openings = Openings(ch, NAME, params.base, OPENINGS, entropy, identity, start.seed)
+    openings = Openings(ch, NAME, params.base, params.openings, entropy, identity, start.seed)
     return await follow(openings, params, start, Part(params, start, mine))
 
 
 async def coordinator(ch: Channel, params: Params) -> Fitted:
     """Be S: add up, and follow."""
     start = await begin_coordinator(ch, params.base)  # L1, L2
-    return await follow(Openings(ch, NAME, params.base, OPENINGS), params, start, None)
+    return await follow(Openings(ch, NAME, params.base, params.openings), params, start, None)

@@ -42,8 +42,8 @@ class Options:
     use_rep: str | None = option(None, "key of obsm with the inputs; genes by default")
     solver: Literal["statistics", "logistic"] = option(
         "statistics",
-        "method: discriminants and ridge regression from three fixed sums; or iterative logistic regression, which "
-        "needs dp_noise or every site's consent",
+        "method: discriminants and ridge regression from sums over groups of cells; or iterative logistic regression, "
+        "which needs dp_noise or every site's consent",
     )
     n_top_genes: int = option(400, "number of genes of the model, those whose label means differ most")
     layer: str | None = option(None, "layer with the values; X by default")
@@ -51,8 +51,10 @@ class Options:
     names: Literal["index", "symbol", "ensembl"] = option(
         "index", "gene names to match by: var_names, or symbols or Ensembl ids from var"
     )
-    library_key: str | None = option(None, "column of obs with library sizes; by default the sum over common genes")
-    target_sum: float = option(1e4, "counts per cell after normalisation")
+    library_key: str | None = option(
+        None, "column of obs with library sizes; by default the sum over all genes of the file"
+    )
+    target_sum: float = option(1e4, "counts per cell after normalisation", retired=True)
     labels: tuple[str, ...] = option((), "complete list of label names; if empty, the sites' names are collected")
     l2: float | None = option(
         None, "penalty λ of λ/2 ‖W‖² beside the mean loss, of solver=logistic; chosen on held-out cells if none"
@@ -65,8 +67,8 @@ class Options:
         0.25, "fraction of each label's cells held out at a time, to choose settings; 0 disables"
     )
     unknown_share: float = option(0.07, "fraction of right labels that may be called unknown")
-    tolerance: float = option(1e-5, "change of a coefficient at which the logistic fit stops")
-    max_openings: int = option(200, "number of sums that the logistic fit may open")
+    tolerance: float = option(1e-5, "change of a coefficient at which the logistic fit stops", retired=True)
+    max_openings: int = option(200, "number of sums that the logistic fit may open", retired=True)
     min_cells: int = option(50, "minimum number of cells of a site, and of its labelled cells if it adds to the model")
     min_label_cells: int = option(
         10, "minimum number of a site's own cells of a label; rarer labels are left out there"
@@ -123,7 +125,7 @@ class Options:
 def train_classifier(adata: AnnData, session: Session | RemoteSession, *, copy: bool = False) -> Any:
     """Train a linear classifier together with the other sites, and label all cells here with it.
 
-    The model follows from three sums over all sites: cells and mean expression of each label, second moments of the
+    The model follows from sums over all sites: cells and mean expression of each label, second moments of the
     chosen genes, and right answers on held-out cells. Counts are normalised and logged as in `shared_pca`.
 
     Parameters
@@ -171,6 +173,9 @@ def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     bare = all(name is None for name in mine.labels)
     aligned = options.adapt and bare and fitted.centers is not None
     x, model = classifier.inputs(adata, layer=options.layer, library_key=options.library_key), classifier.model
+    if fitted.own is not None and not bare:
+        own = fitted.own
+        model = replace(model, coefficients=own.coefficients, intercept=own.intercept, centers=fitted.own_centers)
     if options.adapt and not bare and model.typical is not None:
         model = model.moved_to(x, mine.codes(model.labels))  # by this site's own labels; stays here
     p = model.probabilities(x, adapt=aligned)
@@ -408,6 +413,9 @@ def notes_on_labels(adata: AnnData, options: Options, labels: tuple[str | None, 
         more = f" and {len(excluded) - 8} more" if len(excluded) > 8 else ""
         notes.append(f"left out here, {fewest}: {listed}{more}; these cells add nothing to the model")
     remain = sum(name is not None for name in mine.open_labels(1).labels)
+    surplus = sum(name is not None and name not in excluded for name in labels) - remain
+    if surplus:
+        notes.append(f"{surplus} cells left out here, by which one donor has more than half of a label's cells")
     if 0 < remain < options.min_cells:
         notes.append(
             f"{remain} labelled cells remain, fewer than min_cells = {options.min_cells}: this site adds nothing to "
@@ -445,6 +453,7 @@ def summary(fitted: Fitted, options: Options) -> dict[str, Any]:
         "genes": len(fitted.genes),
         "solver": "logistic" if options.iterative else "statistics",
         "setting": fitted.setting,
+        "own_setting": fitted.own_setting,
         "settings": dict(fitted.scores),
         "penalty": fitted.penalty,
         **scores,

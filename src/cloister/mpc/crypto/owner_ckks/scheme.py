@@ -312,11 +312,16 @@ class Evaluator:
             self._k.add_known(ct[i + 1], v, *self._a, self._q)
         return ct
 
-    def switched(self, cts: Cts, by: Sequence[int] = ()) -> Cts:
-        """The same messages in two polynomials; `by` names the keys of the others, s², s³, … if it does not."""
+    def switched(self, cts: Cts, by: Sequence[int] | I64 = ()) -> Cts:
+        """The same messages in two polynomials; `by` names the keys of the others, s², s³, … if it does not.
+
+        An array (n, p - 2) names them for every ciphertext.
+        """
         p = cts.shape[1]
         if p == 2:
             return cts
+        if isinstance(by, np.ndarray):
+            return np.concatenate([self.switched(ct[None], row.tolist()) for ct, row in zip(cts, by, strict=True)])
         named, pairs = by or range(p - 2), pairs_of(self.params)
         if self._switching is None or len(self._switching) <= max(named) or len(named) != p - 2:
             raise ParameterError(f"there are no switching keys for ciphertexts of {p} polynomials")

@@ -28,10 +28,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(u32* out, const u
 }
 
 // (c_0, c_1) + Σ_m Σ_i NTT(digit i of c_(2+m))·key[m, i], (n, 2, k, N): cts (n, p, k, N), their coefficients from c_2 on
-// in digits (n, p - 2, k, N), keys (p - 2, most, 2, most, N). At most 6 · 8 products of 57 bits add up.
+// in digits (n, p - 2, k, N), keys (·, most, 2, most, N), of which `which` names one for each m: (p - 2), or (n, p - 2)
+// where `each`. At most 6 · 8 products of 57 bits add up before they are reduced.
 extern "C" __global__ void __launch_bounds__(THREADS) switched(u32* out, const u32* cts, const u32* digits,
-                                                                const u32* keys, const Factor* w, const Prime* primes,
-                                                                int p, int k, int most) {
+                                                                const u32* keys, const int* which, int each,
+                                                                const Factor* w, const Prime* primes, int p, int k,
+                                                                int most) {
   extern __shared__ u32 s[];
   long c = blockIdx.x / k;
   int j = blockIdx.x % k;
@@ -43,9 +45,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) switched(u32* out, const u
     o0[e] = cts[(c * p * k + j) * N + x];
     o1[e] = cts[((c * p + 1) * k + j) * N + x];
   }
-  for (int m = 0; m < p - 2; m++)
+  const int* named = which + (each ? c * (p - 2) : 0);
+  for (int m = 0; m < p - 2; m++) {
+    if (m > 0 && m % 6 == 0)
+#pragma unroll
+      for (int e = 0; e < 16; e++) {
+        o0[e] = reduce(o0[e], prime);
+        o1[e] = reduce(o1[e], prime);
+      }
+    int key = __ldg(&named[m]);
     for (int i = 0; i < k; i++) {
-      const u32* key0 = keys + (((long)(m * most + i) * 2) * most + j) * N;
+      const u32* key0 = keys + (((long)key * most + i) * 2 * most + j) * N;
       const u32* key1 = key0 + (long)most * N;
       const u32* from = digits + ((c * (p - 2) + m) * k + i) * N;
       u32 mine[16], other = primes[i].q;
@@ -64,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) switched(u32* out, const u
         o1[e] += y * __ldg(&key1[x]);
       }
     }
+  }
 #pragma unroll
   for (int e = 0; e < 16; e++) {
     int x = threadIdx.x + e * THREADS;
