@@ -8,7 +8,7 @@ Everything here needs all cells in one place, which is what the training itself 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -204,7 +204,7 @@ def _regressions(every: Cells, setting: Setting) -> dict[str, dict[str, I64]]:
     first, last = (np.unique(of, return_index=True)[1] for of in (donors, others))
     known, truth = every.y[~every.out][first], every.y[every.out][last]
     middle = centres(train, donors, setting.rng("clusters"))
-    features = {
+    features: dict[str, Callable[[F64, Array], F64]] = {
         "mean expression": means,
         "logistic regression": lambda x, of: np.hstack([means(x, of), deviations(x, of)]),
         "cluster proportions": lambda x, of: proportions(x, of, middle),
