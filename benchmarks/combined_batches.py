@@ -1,6 +1,6 @@
 """What the auditor of an encrypted training can make of another site's batch sums: the functionality, in the clear.
 
-    python benchmarks/combined_batches.py --data ../shared/data      a site with ten CMV donors, 20 steps of 100 inputs
+    python benchmarks/combined_batches.py --data ../shared/data      a site with ten CMV donors, 20 to 120 steps
 
 The auditor holds [Z] of every step and can submit any linear combination of them, scaled, as its gradient of the last
 step, so that the opened weights show that combination. It holds the weights near zero, where the gradient of an input x
@@ -52,7 +52,7 @@ def main():
     parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[2] / "shared" / "data")
     args = parser.parse_args()
     data = dict(np.load(args.data / "nk_cmv_pricell" / "nk_cmv_cells.npz"))
-    drawn = (("group", 0, 100, 20), ("class", 200, 100, 20), ("donor", 40, 100, 20), ("donor", 10, 32, 120))
+    drawn = (("group", 0, 100, 60), ("class", 200, 100, 20), ("donor", 40, 100, 20), ("donor", 10, 32, 120))
     for per, n_inputs, batch, steps in drawn:
         config = cellcnn.Config(37, filters=8, classes=2, batch=batch, steps=steps, learning_rate=0.2, momentum=0.9)
         signed, shares, means, at = site(data, per, n_inputs, config, 200, np.random.default_rng(0))

@@ -162,15 +162,33 @@ def test_baselines_on_the_same_held_out_donors():
     data = sites() | {"vienna": site(2, ["case"] * 4)}
     options = {k: v for k, v in COMMON.items() if k != "mode"} | {"n_steps": 40, "positive_class": "case"}
     made = cellcnn_baselines(data, hold_out=1, per="class", **options)
-    assert [*made] == ["pooled", *(f"{p} alone" for p in SITES), "pooled, max pooling", "logistic regression"]
-    for name in ("pooled", "pooled, max pooling", "logistic regression"):
+    simple = ("mean expression", "logistic regression", "cluster proportions")
+    assert [*made] == ["pooled", *(f"{p} alone" for p in SITES), "pooled, max pooling", *simple]
+    for name in ("pooled", "pooled, max pooling", *simple):
         assert made[name]["donors"]["accuracy"] == 1.0, name
     alone = made["vienna alone"]["donors"]  # it has seen no control
     assert alone["recall"] == 1.0
     assert alone["accuracy"] == 3 / 5
-    assert [*made["logistic regression"]] == ["donors"]
+    assert all([*made[name]] == ["donors"] for name in simple)
     with pytest.raises(ParameterError, match="held out"):
         cellcnn_baselines(data, **options)
+
+
+def test_proportions_of_clusters_find_cells_that_do_not_change_the_mean():
+    def balanced(seed):
+        rng = np.random.default_rng(seed)
+        made = site(seed, ["control"] * 8)
+        case = np.repeat(np.arange(8) % 2 == 0, 60)
+        made.X = rng.normal(0, 0.3, made.shape).astype(np.float32)
+        made.X[case, 1] += np.tile([3.0, -3.0, 0.0, 0.0], 120)[: case.sum()]
+        made.obs["condition"] = np.where(case, "case", "control")
+        return made
+
+    data = {name: balanced(i) for i, name in enumerate(SITES)}
+    options = {k: v for k, v in COMMON.items() if k != "mode"} | {"n_steps": 5, "per": "class"}
+    made = cellcnn_baselines(data, hold_out=2, max_pooling=False, **options)
+    assert made["cluster proportions"]["donors"]["accuracy"] == 1.0
+    assert made["mean expression"]["donors"]["accuracy"] < 0.8
 
 
 def test_what_a_site_contributes_rests_on_enough_donors_whatever_the_others_bring():

@@ -41,7 +41,9 @@ from cloister.workflows.train_cellcnn import (
     training_refreshes,
     training_state,
 )
+from cloister.workflows.train_cellcnn import workflow as train_cellcnn
 from cloister.workflows.train_cellcnn.encrypted_training import Params
+from cloister.workflows.train_cellcnn.encrypted_validation import ring_for
 from cloister.workflows.train_cellcnn.key_store import KeyStore
 
 CONFIG = cellcnn.Config(markers=3, filters=2, classes=2, batch=12, steps=2, learning_rate=0.1, momentum=0.5)
@@ -730,6 +732,19 @@ def test_k2_an_aggregator_that_feeds_the_circuit_something_else_is_caught(kind, 
 def test_many_steps_that_would_gather_too_much_noise_are_refused():
     with pytest.raises(ParameterError, match="noise"):
         cellcnn_circuit.choose_ring(cellcnn.Config(38, steps=10**14, learning_rate=1.0, momentum=0.999), 3)
+
+
+@pytest.mark.parametrize("sites", [2, 3, 10])
+def test_the_default_training_opens_exactly_and_may_be_validated(sites):
+    o = train_cellcnn.Options()
+    config = cellcnn.Config(
+        markers=38, filters=o.n_filters, batch=200 // sites, steps=o.n_steps, learning_rate=o.learning_rate
+    )
+    holders = tuple(Party(f"site-{i}") for i in range(sites))
+    ring = cellcnn_circuit.choose_ring(config, sites)
+    made = Params(holders, HUB, ring, config, True)  # raises where masks or floods do not hide that many steps
+    assert made.layout.opening_error < 2e-6
+    assert Params(holders, HUB, ring_for(config, sites), config, True, 10, config.batch).validates(10)
 
 
 # ---- long ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Everything here needs all cells in one place, which is what the training itself 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
 VOTES = 25  # inputs of a donor, where pooling is not the mean
+CLUSTERS, CLUSTERED = 20, 500  # clusters of cells, and cells of a donor that they are made of
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,10 @@ def cellcnn_baselines(
 
     Returns
     -------
-    `pooled` and `SITE alone` (the same network, by means of cells), `pooled, max pooling`, and `logistic regression` on
-    donors' means and deviations → `inputs` and `donors` → `accuracy`, `precision`, `recall`, `f_score` on the donors
-    that all sites hold out.
+    `pooled` and `SITE alone` (the same network, by means of cells), `pooled, max pooling`, and logistic regression on
+    donors' means (`mean expression`), means and deviations (`logistic regression`) and proportions of 20 clusters
+    (`cluster proportions`) → `inputs` and `donors` → `accuracy`, `precision`, `recall`, `f_score` on the donors that
+    all sites hold out.
     """
     chosen: Options = read_options(WORKFLOW.options, options, WORKFLOW.name)
     if chosen.hold_out < 1:
@@ -122,7 +124,7 @@ def cellcnn_baselines(
     made |= {f"{site} alone": _network(own, every, setting) for site, own in parts.items()}
     if max_pooling:
         made["pooled, max pooling"] = _max_pooling(every, setting)
-    made["logistic regression"] = _regression(every, setting)
+    made |= _regressions(every, setting)
     at = setting.classes.index(positive(chosen, setting.classes))
     return {name: {kind: scores(t, at) for kind, t in tables.items()} for name, tables in made.items()}
 
@@ -195,18 +197,53 @@ def _max_pooling(every: Cells, setting: Setting) -> dict[str, I64]:
     return tables | {"donors": table_of(y[::VOTES], votes.argmax(axis=1), o)}
 
 
-def _regression(every: Cells, setting: Setting) -> dict[str, I64]:
-    """Logistic regression on the mean and the deviation of each marker over a donor's cells."""
+def _regressions(every: Cells, setting: Setting) -> dict[str, dict[str, I64]]:
+    """Logistic regression on each donor's means, means and deviations, or cluster proportions."""
     train, test = _scaled(every, every)
+    donors, others = every.donor[~every.out], every.donor[every.out]
+    first, last = (np.unique(of, return_index=True)[1] for of in (donors, others))
+    known, truth = every.y[~every.out][first], every.y[every.out][last]
+    middle = centres(train, donors, setting.rng("clusters"))
+    features: dict[str, Callable[[F64, Array], F64]] = {
+        "mean expression": means,
+        "logistic regression": lambda x, of: np.hstack([means(x, of), deviations(x, of)]),
+        "cluster proportions": lambda x, of: proportions(x, of, middle),
+    }
+    return {
+        name: {"donors": table_of(truth, regress(of(train, donors), known, of(test, others)), len(setting.classes))}
+        for name, of in features.items()
+    }
 
-    def features(x: F64, donor: Array, y: I64) -> tuple[F64, I64]:
-        of = [np.flatnonzero(donor == d) for d in np.unique(donor)]
-        table = np.stack([np.concatenate([x[rows].mean(axis=0), x[rows].std(axis=0)]) for rows in of])
-        return table, np.array([y[rows[0]] for rows in of])
 
-    r, known = features(train, every.donor[~every.out], every.y[~every.out])
-    q, truth = features(test, every.donor[every.out], every.y[every.out])
-    scaling = pooled_scaling.scaling_of(r)
-    r, q = (cellcnn.standardise(x, 0.0, scaling.mean, scaling.scale) for x in (r, q))
-    found = linear_label(q, r, known)
-    return {"donors": table_of(truth, np.asarray(found, np.int64), len(setting.classes))}
+def regress(features: F64, known: I64, queries: F64) -> I64:
+    """Classes of donors by logistic regression on features, standardised over the donors with `known` classes."""
+    scaling = pooled_scaling.scaling_of(features)
+    r, q = (cellcnn.standardise(x, 0.0, scaling.mean, scaling.scale) for x in (features, queries))
+    return np.asarray(linear_label(q, r, known), np.int64)
+
+
+def means(x: F64, donor: Array) -> F64:
+    """Mean of each marker over each donor's cells, donors in order."""
+    return np.stack([x[donor == d].mean(axis=0) for d in np.unique(donor)])
+
+
+def deviations(x: F64, donor: Array) -> F64:
+    return np.stack([x[donor == d].std(axis=0) for d in np.unique(donor)])
+
+
+def centres(x: F64, donor: Array, rng: np.random.Generator) -> F64:
+    """Centres of k-means clusters of cells, of equally many of each donor as far as there are."""
+    from scipy.cluster.vq import kmeans2
+
+    of = [np.flatnonzero(donor == d) for d in np.unique(donor)]
+    few = np.concatenate([rng.permutation(rows)[:CLUSTERED] for rows in of])
+    return np.asarray(kmeans2(x[few], min(CLUSTERS, len(few)), minit="++", rng=rng)[0], np.float64)
+
+
+def proportions(x: F64, donor: Array, middle: F64) -> F64:
+    """Square roots of the proportions of each donor's cells that are nearest to each centre."""
+    from scipy.spatial import KDTree
+
+    nearest = KDTree(middle).query(x)[1]
+    counts = np.stack([np.bincount(nearest[donor == d], minlength=len(middle)) for d in np.unique(donor)])
+    return np.asarray(np.sqrt(counts / counts.sum(axis=1, keepdims=True)))

@@ -51,12 +51,12 @@ class Options:
         "group",
         "inputs to train on: means of groups of min_donors donors, or drawn per class or donor if every site consents",
     )
-    n_steps: int = option(20, "training steps; each is one aggregation")
+    n_steps: int = option(60, "training steps; each is one aggregation")
     batch: int = option(0, "inputs per site and local iteration; 0 means 200 over the number of sites")
     n_local: int = option(
         1, "local iterations per step: batches whose gradients a site adds up, encrypted", retired=True
     )
-    learning_rate: float = option(0.2, "step size (eta)")
+    learning_rate: float = option(0.4, "step size (eta)")
     momentum: float = option(0.9, "fraction of the last update in the next one (mu)")
     interval: float = option(3.0, "the sigmoid is fitted on [-interval, interval]", retired=True)
     preset: Literal["cmv", "aml", "rrms-class", "rrms-donor"] | None = option(
