@@ -16,6 +16,7 @@ settings.load_profile("house")
 
 HERE = Path(__file__).parent
 FEDERATED = (
+    "detached",
     "flare",
     "plain_flare",
     "door",

@@ -167,7 +167,7 @@ def demo(
     ] = False,
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Run every workflow on the cells of three hospitals, in minutes, and write report.html."""
+    """Run every workflow on the cells of three hospitals; write report.html."""
     from cloister.demo import run_demo, write_sites
     from cloister.demo.rows import halves
 

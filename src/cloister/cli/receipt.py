@@ -31,7 +31,7 @@ def receipt(
     ] = None,
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
-    """Verify a receipt and print what left this party, and who learned what."""
+    """Verify a receipt; print what left this party and who learned it."""
     from cloister.cells.files import open_cells
     from cloister.mpc.net.receipts import Receipt
 
